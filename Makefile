@@ -1,0 +1,43 @@
+# One-word commands. `make demo` and `make test` do all their own set-up in .venv.
+
+VENV := .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test test-slow lint bench clean
+
+demo: $(VENV)/.demo
+	$(BIN)/salience demo
+
+test: lint
+	$(BIN)/python -m pytest -n 2 -m "not slow" --cov --cov-report=term
+
+test-slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright --level error
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.dev
+	$(BIN)/python benchmarks/overhead.py --quick
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "salience needs Python 3.11 or newer; set PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "python3-venv is missing; trying to install it"; rm -rf $(VENV); apt-get install -y python3-venv && $(PYTHON) -m venv $(VENV); }
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing salience into $(VENV) (the first time takes a few minutes) ..."
+	@$(PIP) -e '.[all]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing salience and its test tools into $(VENV) (the first time takes a few minutes) ..."
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .coverage* src/*.egg-info

@@ -1,0 +1,152 @@
+"""Settings as frozen dataclasses, in Python first and TOML second, with the same names in both."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, cast
+
+from salience.errors import ConfigError, did_you_mean
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Use:
+    """One plug-in as used in a pipeline: its name (or the callable itself), its weight, its options."""
+
+    name: str | Callable[..., Any]
+    weight: float = 1.0
+    """Scores only: share of this score in the sum of rank-normalised scores."""
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def label(self) -> str:
+        return self.name if isinstance(self.name, str) else getattr(self.name, "__name__", repr(self.name))
+
+    def to_dict(self) -> dict[str, Any]:
+        weight = {} if self.weight == 1.0 else {"weight": self.weight}
+        return {"name": self.label, **weight, **self.options}
+
+
+def use(spec: str | Callable[..., Any] | Mapping[str, Any] | Use) -> Use:
+    """A Use from what people write: "loss", a function, or {"name": "loss", "weight": 2, option: value}."""
+    if isinstance(spec, Use):
+        return spec
+    if isinstance(spec, str) or callable(spec):
+        return Use(name=spec)
+    if not isinstance(spec, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"A plug-in is written as a name, a function or a table with a name, not {spec!r}.")
+    options = dict(spec)
+    if "name" not in options:
+        raise ConfigError(f"{options!r} names no plug-in; write e.g. {{name = 'loss', weight = 1.0}}.")
+    name, weight = options.pop("name"), options.pop("weight", 1.0)
+    if not isinstance(weight, (int, float)) or weight < 0:
+        raise ConfigError(f"The weight of {name!r} is {weight!r}; it must be a number of at least 0.")
+    return Use(name=name, weight=float(weight), options=options)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelectConfig:
+    """One selection pipeline: filters, scores, a sampler, and how much is kept when."""
+
+    filters: tuple[Use, ...] = ()
+    scores: tuple[Use, ...] = ()
+    """Rank-normalised to [0, 1] and added with their weights; with none, every sample is equally important."""
+    sampler: Use = Use(name="uniform")
+    keep: Use = Use(name="constant", options={"share": 1.0})
+    """A curve over the run: which share of the samples a window visits."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "filters": [u.to_dict() for u in self.filters],
+            "scores": [u.to_dict() for u in self.scores],
+            "sampler": self.sampler.to_dict(),
+            "keep": self.keep.to_dict(),
+        }
+
+    def merged(self, table: Mapping[str, Any]) -> SelectConfig:
+        """This config with the entries of a (TOML) table in place of its own."""
+        known = {f.name for f in fields(self)}
+        changes: dict[str, Any] = {}
+        for key, value in table.items():
+            if key not in known:
+                raise ConfigError(f"select has no setting {key!r}.{did_you_mean(key, known)}")
+            if key in ("filters", "scores"):
+                if isinstance(value, str) or not isinstance(value, Sequence):
+                    raise ConfigError(f"select.{key} must be a list, not {value!r}.")
+                changes[key] = tuple(use(item) for item in cast("Sequence[Any]", value))
+            elif key == "keep" and isinstance(value, (int, float)):
+                changes[key] = Use(name="constant", options={"share": float(value)})
+            else:
+                changes[key] = use(value)
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """What `salience train` does; each field is a command-line option of the same name."""
+
+    data: str = ""
+    """Folder (class = directory) or .tar/.tar.gz of one."""
+    model: str = "resnet9"
+    """mlp, cnn, resnet9, resnet18, or pkg.module:factory."""
+    epochs: int = 10
+    batch_size: int = 128
+    lr: float = 0.0
+    """Peak learning rate; 0 takes 0.4 * batch_size / 512 (SGD with Nesterov momentum)."""
+    weight_decay: float = 5e-4
+    size: int = 0
+    """Images are resized and cropped to this many pixels; 0 takes the first image's shorter side, at most 224."""
+    select: str = ""
+    """A preset's name or a TOML file; empty observes only."""
+    workers: int = 2
+    seed: int = 0
+    device: str = ""
+    """cpu, cuda, cuda:1, ...; empty takes the best there is."""
+    out: str = "runs/train"
+    """Folder for checkpoints, ledger and event log."""
+    resume: bool = False
+    """Go on from the newest whole checkpoint in `out`."""
+    checkpoint_every: int = 0
+    """Batches between checkpoints, besides the one after every epoch; 0 takes none."""
+
+
+def train_config(table: Mapping[str, Any]) -> TrainConfig:
+    """A TrainConfig from a table, every value checked for its name and type."""
+    known = {f.name: type(getattr(TrainConfig(), f.name)) for f in fields(TrainConfig)}
+    checked: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in known:
+            raise ConfigError(f"train has no setting {key!r}.{did_you_mean(key, known)}")
+        wanted = known[key]
+        if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
+            raise ConfigError(f"train.{key} is {value!r}; it must be of type {wanted.__name__}.")
+        checked[key] = value
+    config = TrainConfig(**checked)
+    for name in ("epochs", "batch_size"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"train.{name} is {getattr(config, name)}; it must be at least 1.")
+    for name in ("lr", "weight_decay", "size", "workers", "checkpoint_every"):
+        if getattr(config, name) < 0:
+            raise ConfigError(f"train.{name} is {getattr(config, name)}; it must be at least 0.")
+    return config
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The tables of a settings file; only [select] and [train] are allowed at the top."""
+    try:
+        with Path(path).open("rb") as file:
+            tables = tomllib.load(file)
+    except OSError as cause:
+        raise ConfigError(f"The settings file {str(path)!r} cannot be read: {cause.strerror}.") from cause
+    except tomllib.TOMLDecodeError as cause:
+        raise ConfigError(f"{str(path)!r} is not valid TOML: {cause}.") from cause
+    for name, table in tables.items():
+        if name not in ("select", "train"):
+            raise ConfigError(f"{str(path)!r} has an unknown table {name!r}.{did_you_mean(name, ('select', 'train'))}")
+        if not isinstance(table, dict):
+            raise ConfigError(f"{str(path)!r}: {name} must be a table ([{name}]), not {table!r}.")
+    return tables

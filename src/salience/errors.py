@@ -1,0 +1,68 @@
+"""Every error salience raises on purpose, as one tree.
+
+    SalienceError
+    ├── ConfigError       (ValueError)    an option is wrong: unknown name, value out of range
+    ├── DataError         (ValueError)    the data set or a file in it cannot be used
+    │   └── BrokenSample                  one sample cannot be read or decoded
+    ├── LossError         (ValueError)    what was handed to loss() or pick() does not fit the batch
+    │   └── Misattributed                 the losses belong to another batch than the one delivered last
+    ├── StateError        (RuntimeError)  a checkpoint, ledger or trace does not fit this run
+    ├── PluginError       (RuntimeError)  a plug-in is unknown, doubled, or broke its contract
+    └── MissingExtra      (ImportError)   an optional dependency is needed and not installed
+
+Each subclasses the built-in a caller would catch anyway. A message says what happened, the value, what is allowed,
+and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class SalienceError(Exception):
+    """Base of all errors raised by salience."""
+
+
+class ConfigError(SalienceError, ValueError):
+    """An option is unknown or has a value that is not allowed."""
+
+
+class DataError(SalienceError, ValueError):
+    """A data set, or a file in it, cannot be used."""
+
+
+class BrokenSample(DataError):
+    """One sample cannot be read or decoded."""
+
+
+class LossError(SalienceError, ValueError):
+    """Losses, logits or targets do not fit the batch they are said to belong to."""
+
+
+class Misattributed(LossError):
+    """Losses were recorded for another batch than the one they were computed from."""
+
+
+class StateError(SalienceError, RuntimeError):
+    """Saved state does not belong to this run, or is damaged."""
+
+
+class PluginError(SalienceError, RuntimeError):
+    """A plug-in is unknown, registered twice, or broke its contract."""
+
+
+class MissingExtra(SalienceError, ImportError):
+    """An optional dependency is not installed."""
+
+    @classmethod
+    def of(cls, package: str, extra: str, purpose: str) -> MissingExtra:
+        return cls(f"{purpose} needs {package!r}, which is not installed: pip install 'salience[{extra}]'")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence part that names the nearest known names, then all of them: ' Did you mean ...? Known: ...'."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=2)
+    hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
+    return f"{hint} Known: {', '.join(names) or 'none'}."

@@ -1,0 +1,59 @@
+"""The ledger's columns: one table of name, type, first value and meaning. 64 bytes a sample at the most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+NOTHING = float("nan")
+"""First value of every statistic: not known yet. Scores pass it on, and the framework ranks it highest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    dtype: type[np.generic]
+    first: float
+    meaning: str
+    needs_logits: bool = False
+    """Filled only when `loss()` is given logits and integer targets."""
+
+
+COLUMNS: dict[str, Column] = {
+    "last_loss": Column(dtype=np.float32, first=NOTHING, meaning="loss at the last visit"),
+    "mean_loss": Column(dtype=np.float32, first=NOTHING, meaning="exponential mean of the loss"),
+    "var_loss": Column(dtype=np.float32, first=NOTHING, meaning="exponential variance of the loss"),
+    "margin": Column(
+        dtype=np.float32, first=NOTHING, needs_logits=True,
+        meaning="exponential mean of the margin: logit of the label minus the largest other logit",
+    ),
+    "margin_sum": Column(
+        dtype=np.float32, first=0, needs_logits=True, meaning="sum of margins over all visits (AUM = margin_sum / seen)"
+    ),
+    "el2n": Column(
+        dtype=np.float16, first=NOTHING, needs_logits=True, meaning="|softmax - one-hot| at the last visit"
+    ),
+    "entropy": Column(dtype=np.float16, first=NOTHING, needs_logits=True, meaning="entropy of the softmax, last visit"),
+    "confidence": Column(
+        dtype=np.float16, first=NOTHING, needs_logits=True, meaning="exponential mean of p(label)"
+    ),
+    "guess_p": Column(dtype=np.float16, first=NOTHING, needs_logits=True, meaning="p(guess) at the last visit"),
+    "guess": Column(dtype=np.int32, first=-1, needs_logits=True, meaning="class the model gave at the last visit"),
+    "grad_norm": Column(dtype=np.float32, first=NOTHING, meaning="norm of the sample's gradient, where a signal gives it"),
+    "seen": Column(dtype=np.uint16, first=0, meaning="forward passes recorded"),
+    "trained": Column(dtype=np.uint16, first=0, meaning="visits that went into a gradient"),
+    "right": Column(dtype=np.uint16, first=0, needs_logits=True, meaning="visits at which the model gave the label"),
+    "forgotten": Column(dtype=np.uint16, first=0, needs_logits=True, meaning="times it went from right to wrong"),
+    "bad": Column(dtype=np.uint16, first=0, meaning="losses that were NaN or infinite, never stored elsewhere"),
+    "last_seen": Column(dtype=np.int32, first=-1, meaning="window of the last visit"),
+    "cost_us": Column(dtype=np.float32, first=NOTHING, meaning="microseconds to fetch and decode it"),
+    "size": Column(dtype=np.uint32, first=0, meaning="bytes in storage; 0 where not known"),
+    "label": Column(dtype=np.int32, first=-1, meaning="class; -1 where not known or not an integer"),
+}
+
+COUNT_LIMIT = int(np.iinfo(np.uint16).max)
+"""Counters stay at this value instead of wrapping round."""
+
+
+def bytes_per_sample() -> int:
+    return sum(np.dtype(column.dtype).itemsize for column in COLUMNS.values())

@@ -1,0 +1,108 @@
+"""Ledgers as files: written atomically as npz, never pickled; merged across runs and models so that several can vote."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from salience.errors import StateError
+from salience.ledger.columns import COLUMNS, COUNT_LIMIT
+from salience.ledger.ledger import Ledger
+
+FORMAT = "salience-ledger-1"
+_COUNTERS = ("seen", "trained", "right", "forgotten", "bad")
+
+
+def save(ledger: Ledger, path: str | Path) -> None:
+    """Write every column; the file appears whole or not at all."""
+    write_npz(path, {"format": np.array(FORMAT), **ledger.state_dict()})
+
+
+def load(path: str | Path) -> Ledger:
+    arrays = read_npz(path, FORMAT, "ledger")
+    ledger = Ledger(len(arrays["seen"]))
+    ledger.load_state_dict(arrays)
+    return ledger
+
+
+def merge(ledgers: Sequence[Ledger]) -> Ledger:
+    """One ledger from several runs over the same data set: counters add up, statistics average over the runs that have them.
+
+    Where the runs guessed different classes, the most frequent guess wins. `last_seen` starts anew, since
+    windows of different runs do not compare.
+    """
+    if not ledgers:
+        raise StateError("There is nothing to merge; give at least one ledger.")
+    sizes = sorted({ledger.n for ledger in ledgers})
+    if len(sizes) > 1:
+        raise StateError(f"Ledgers over {sizes} samples cannot be merged; they must come from the same data set.")
+    merged = Ledger(sizes[0])
+    for name, column in COLUMNS.items():
+        stack = np.stack([ledger[name] for ledger in ledgers])
+        if name in _COUNTERS:
+            merged[name][:] = np.minimum(stack.sum(axis=0, dtype=np.int64), COUNT_LIMIT)
+        elif name == "margin_sum":
+            merged[name][:] = stack.sum(axis=0)
+        elif name == "guess":
+            merged[name][:] = _majority(stack)
+        elif name == "label":
+            merged[name][:] = _agreed_labels(stack)
+        elif name == "size":
+            merged[name][:] = stack.max(axis=0)
+        elif name != "last_seen":
+            known = ~np.isnan(stack)
+            total = np.where(known, stack, 0).sum(axis=0, dtype=np.float64)
+            times = known.sum(axis=0)
+            merged[name][:] = np.where(times > 0, total / np.maximum(times, 1), column.first)
+    return merged
+
+
+def _majority(stack: np.ndarray) -> np.ndarray:
+    """The most frequent value of each column of [runs, n]; the earliest run wins a tie, -1 never wins over a value."""
+    votes = np.stack([(stack == row).sum(axis=0) * (row >= 0) for row in stack])
+    return np.take_along_axis(stack, votes.argmax(axis=0)[None], axis=0)[0]
+
+
+def _agreed_labels(stack: np.ndarray) -> np.ndarray:
+    best = stack.max(axis=0)
+    clash = int(((stack != best) & (stack >= 0)).any(axis=0).sum())
+    if clash:
+        raise StateError(f"The ledgers disagree on the class of {clash} samples; they come from different data sets.")
+    return best
+
+
+def write_npz(path: str | Path, arrays: dict[str, np.ndarray]) -> None:
+    """np.savez through a temporary file in the same folder, synced and renamed into place."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)  # pyright: ignore[reportArgumentType]
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_npz(path: str | Path, wanted: str, what: str) -> dict[str, Any]:
+    """All arrays of a file that `write_npz` wrote with format `wanted`; never unpickles."""
+    try:
+        with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except FileNotFoundError as cause:
+        raise StateError(f"There is no {what} at {str(path)!r}.") from cause
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as cause:
+        raise StateError(f"{str(path)!r} is damaged or not a {what}: {cause}.") from cause
+    found = str(arrays.pop("format", "nothing"))
+    if found != wanted:
+        raise StateError(f"{str(path)!r} is not a {what}: its format is {found!r}, wanted {wanted!r}.")
+    return arrays

@@ -1,0 +1,229 @@
+"""The ledger itself: columns over N samples in one block of memory, updated with whole arrays only."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from salience.errors import ConfigError, Misattributed, StateError
+from salience.ledger.columns import COLUMNS, COUNT_LIMIT, bytes_per_sample
+
+Array = npt.NDArray[Any]
+Ids = npt.NDArray[np.int64]
+Rows = Mapping[str, npt.NDArray[np.float32]]
+
+SMOOTHING = 0.5
+"""Weight of the newest value in exponential means. Visits are few and the model moves fast between them."""
+
+
+class Ledger:
+    """Columns of `COLUMNS` over `n` samples, each an attribute: `ledger.mean_loss` is a float32 array [n]."""
+
+    def __init__(self, n: int, *, memory: mmap.mmap | None = None, fresh: bool = True) -> None:
+        """`memory` is a block of `n * bytes_per_sample()` bytes shared by several processes; by default a private one."""
+        if n < 1:
+            raise ConfigError(f"The data set has {n} samples; a ledger needs at least one.")
+        self.n = n
+        self.memory = memory
+        block: Any = memory if memory is not None else np.empty(n * bytes_per_sample(), dtype=np.uint8)
+        self._columns: dict[str, Array] = {}
+        offset = 0
+        for name, column in sorted(COLUMNS.items(), key=lambda item: -np.dtype(item[1].dtype).itemsize):
+            array = np.frombuffer(block, dtype=column.dtype, count=n, offset=offset)
+            offset += array.nbytes
+            self._columns[name] = array
+            if fresh:
+                array[:] = column.first
+
+    @classmethod
+    def shared(cls, n: int, path: Path, *, create: bool) -> Ledger:
+        """A ledger in a memory-mapped file, one copy for all processes of a node; the caller unlinks the file."""
+        size = n * bytes_per_sample()
+        with path.open("w+b" if create else "r+b") as file:
+            if create:
+                os.posix_fallocate(file.fileno(), 0, size)  # a full /dev/shm fails here, not later by SIGBUS
+            return cls(n, memory=mmap.mmap(file.fileno(), size), fresh=create)
+
+    def __getattr__(self, name: str) -> Array:
+        try:
+            return self.__dict__["_columns"][name]
+        except KeyError:
+            raise AttributeError(f"The ledger has no column {name!r}; it has {', '.join(COLUMNS)}.") from None
+
+    def __getitem__(self, name: str) -> Array:
+        return self._columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COLUMNS)
+
+    def __len__(self) -> int:
+        return self.n
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self._columns.values())
+
+    def set_labels(self, labels: npt.ArrayLike) -> None:
+        """Set the class of every sample, int [n]."""
+        array = np.asarray(labels)
+        if array.shape != (self.n,) or array.dtype.kind not in "iu":
+            raise ConfigError(
+                f"labels must be {self.n} integers, one a sample; got shape {array.shape} of {array.dtype}."
+            )
+        self.label[:] = array
+
+    def check_labels(self, ids: Ids, targets: npt.NDArray[np.integer[Any]]) -> None:
+        """Compare targets with the known classes of `ids`, and note those not known yet."""
+        known = self.label[ids]
+        wrong = (known != targets) & (known >= 0)
+        if wrong.any():
+            first = int(np.flatnonzero(wrong)[0])
+            raise Misattributed(
+                f"Losses were recorded for the wrong samples: {int(wrong.sum())} of {len(ids)} targets differ from the "
+                f"classes known for these ids (sample {int(ids[first])}: class {int(known[first])}, now "
+                f"{int(targets[first])}). A loop that fetches ahead must use with_ids=True and pass ids= to loss()."
+            )
+        self.label[ids] = targets
+
+    def record(self, ids: Ids, rows: Rows, *, window: int, seen: bool = True, trained: bool = True) -> int:
+        """Enter one batch: `rows` maps statistic names to float32 [B]. Returns how many losses were not finite.
+
+        An id that stands twice in the batch counts as two visits with their mean. `seen=False` with
+        `trained=True` only counts the ids as trained: they were recorded when they were seen.
+        """
+        if not seen:
+            if trained:
+                self._count("trained", *np.unique(ids, return_counts=True))
+            return 0
+        finite = np.isfinite(rows["loss"])
+        bad = len(ids) - int(np.count_nonzero(finite))
+        if bad:
+            broken, times = np.unique(ids[~finite], return_counts=True)
+            self._count("bad", broken, times)
+            self.last_seen[broken] = window
+            ids, rows = ids[finite], {name: row[finite] for name, row in rows.items()}
+        if not len(ids):
+            return bad
+        times = None
+        if self.has_doubles(ids):
+            ids, rows, times = _average_doubles(ids, rows)
+        self._update(ids, rows, times, window, trained)
+        return bad
+
+    def has_doubles(self, ids: Ids) -> bool:
+        """Whether an id stands twice in `ids`, which the caller must record next: `last_seen` serves as scratch paper.
+
+        Every place writes its number, and a double finds another's number in its place. O(B), without a sort.
+        """
+        places = np.arange(len(ids), dtype=np.int32)
+        self.last_seen[ids] = places
+        return not np.array_equal(self.last_seen[ids], places)
+
+    def _update(self, ids: Ids, rows: Rows, times: Array | None, window: int, trained: bool) -> None:
+        loss = rows["loss"]
+        old = self.mean_loss[ids]
+        first = np.isnan(old)
+        step = loss - old
+        # Exponential mean and variance (West 1979): m += a d;  v = (1-a)(v + a d^2); the first visit has d = v = 0.
+        var = self.var_loss[ids]
+        if first.any():
+            step[first] = var[first] = 0
+        self.last_loss[ids] = loss
+        self.mean_loss[ids] = loss - (1 - SMOOTHING) * step
+        self.var_loss[ids] = (1 - SMOOTHING) * (var + SMOOTHING * step * step)
+        self.last_seen[ids] = window
+        new = np.uint16(1) if times is None else times.astype(np.uint16)
+        self.seen[ids] = _saturated(self.seen[ids], new)
+        if trained:
+            self.trained[ids] = _saturated(self.trained[ids], new)
+        if "margin" in rows:
+            self._update_classified(ids, rows, new)
+        if "grad_norm" in rows:
+            self.grad_norm[ids] = rows["grad_norm"]
+
+    def _update_classified(self, ids: Ids, rows: Rows, new: Any) -> None:
+        label = rows["target"].astype(np.int32)
+        guess = rows["guess"].astype(np.int32)
+        before = self.guess[ids]
+        right = guess == label
+        self.right[ids] = _saturated(self.right[ids], right * new)
+        self.forgotten[ids] = _saturated(self.forgotten[ids], ((before == label) & ~right).astype(np.uint16))
+        self.guess[ids] = guess
+        for name in ("guess_p", "el2n", "entropy"):
+            self[name][ids] = _half(rows[name])
+        margin = np.clip(rows["margin"], -1e4, 1e4)  # a single class has no other logit: its margin is infinite
+        self.margin[ids] = _smoothed(self.margin[ids], margin)
+        self.confidence[ids] = _half(_smoothed(_single(self.confidence[ids]), rows["confidence"]))
+        self.margin_sum[ids] += margin * new
+
+    def _count(self, name: str, ids: Ids, times: Array) -> None:
+        self[name][ids] = _saturated(self[name][ids], times.astype(np.uint16))
+
+    def state_dict(self) -> dict[str, Array]:
+        """A copy of every column."""
+        return {name: self[name].copy() for name in COLUMNS}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        arrays = {name: np.asarray(state[name]) for name in state}
+        lengths = {array.shape for array in arrays.values()}
+        if lengths != {(self.n,)}:
+            raise StateError(
+                f"The saved ledger has columns of shape {sorted(lengths)}, this data set has {self.n} samples; "
+                "load it with the data set it was made from."
+            )
+        for name, column in COLUMNS.items():
+            self[name][:] = arrays.get(name, np.asarray(column.first))
+
+
+def _smoothed(old: Array, value: Array) -> Array:
+    """m + a (x - m), or x where nothing was known."""
+    step = value - old
+    step[np.isnan(step)] = 0
+    return value - (1 - SMOOTHING) * step
+
+
+def _half(values: Array) -> Array:
+    """float32 to float16 by torch, which uses the processor's own conversion; NumPy's is many times slower."""
+    return torch.from_numpy(values).half().numpy()
+
+
+def _single(values: Array) -> Array:
+    return torch.from_numpy(values).float().numpy()
+
+
+def _saturated(count: Array, new: Any) -> Array:
+    """count + new, held at the counter's limit."""
+    return count + np.minimum(new, COUNT_LIMIT - count)
+
+
+def _average_doubles(ids: Ids, rows: Rows) -> tuple[Ids, Rows, Array]:
+    """Unique ids, the mean of each row over its doubles (the last value for classes), and how often each id stands."""
+    unique, group, times = np.unique(ids, return_inverse=True, return_counts=True)
+    last = np.empty(len(unique), dtype=np.int64)
+    last[group] = np.arange(len(ids))
+    averaged = {
+        name: row[last]
+        if name in ("target", "guess")
+        else (np.bincount(group, weights=row, minlength=len(unique)) / times).astype(np.float32)
+        for name, row in rows.items()
+    }
+    return unique, averaged, times
+
+
+def shared_folder(size: int) -> Path:
+    """A folder on this node with room for `size` bytes: memory first, then the temporary folder."""
+    for folder in (Path("/dev/shm"), Path(tempfile.gettempdir())):
+        with contextlib.suppress(OSError):
+            room = os.statvfs(folder)
+            if room.f_bavail * room.f_frsize > 2 * size:
+                return folder
+    return Path(tempfile.gettempdir())

@@ -1,0 +1,187 @@
+"""From `loss()` to the ledger without a synchronisation: statistics stay in flight until the planner needs them."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from salience.errors import Misattributed
+from salience.ledger.exchange import Group
+from salience.ledger.ledger import Ids, Ledger, Rows
+from salience.ledger.statistics import reduce_batch
+
+HOLD = 32
+"""Batches entered into the ledger together: fewer, larger array operations."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    ids: Ids
+    names: tuple[str, ...]
+    values: Tensor
+    """float32 [rows, B] in host memory, valid once `copied` has happened."""
+    window: int
+    copied: torch.cuda.Event | None = None
+    kept: Tensor | None = None
+    """Positions in `ids` that go into a gradient, where only some do."""
+    hint: Tensor | None = None
+    """Integer targets as they were delivered with the batch, to catch a look-ahead loop at once."""
+    seen: bool = True
+    trained: bool = True
+
+
+class Recorder:
+    """Collects batches and enters them into the ledger, each as if it had been entered at once."""
+
+    def __init__(self, ledger: Ledger, group: Group | None = None) -> None:
+        self.ledger = ledger
+        self.bad = 0
+        """Losses that were not finite since this was last set to 0."""
+        self._group = group
+        self._pending: deque[_Pending] = deque()
+        self._hints_hold = True
+
+    def record(
+        self,
+        ids: Ids,
+        losses: Tensor,
+        logits: Tensor | None = None,
+        targets: Tensor | None = None,
+        *,
+        window: int,
+        trained: bool = True,
+        hint: Tensor | None = None,
+    ) -> None:
+        names, values = reduce_batch(losses, logits, targets)
+        hint = hint if targets is not None and self._hints_hold else None
+        values, copied = _to_host(values)
+        item = _Pending(ids, names, values, window, copied, hint=hint, trained=trained)
+        if hint is not None and copied is None and self._group is None:  # ranks must find out together, in flush()
+            self._check_hint(item)
+        self._hold(item)
+
+    def trained(self, ids: Ids, kept: Tensor | None, *, window: int) -> None:
+        """Count samples that were recorded as seen before as trained: all of `ids` or the `kept` positions of them."""
+        copied = None
+        if kept is not None:
+            kept, copied = _to_host(kept.detach())
+        self._hold(_Pending(ids, (), torch.empty(0), window, copied, kept=kept, seen=False))
+
+    def _hold(self, item: _Pending) -> None:
+        self._pending.append(item)
+        if self._group is None and len(self._pending) >= HOLD:
+            self._enter([self._pending.popleft() for _ in range(len(self._pending)) if _arrived(self._pending[0])])
+
+    def flush(self) -> None:
+        """Enter everything recorded so far; with several ranks this is a collective call."""
+        items = list(self._pending)
+        self._pending.clear()
+        for item in items:
+            if item.copied is not None:
+                item.copied.synchronize()
+        if self._group is None:
+            self._enter(items)
+        else:
+            self._enter_of_all_ranks(items)
+
+    def _enter(self, items: list[_Pending]) -> None:
+        """Enter batches one after the other, or in one go where no id stands twice and so the order cannot matter."""
+        for item in items:
+            if item.hint is not None and item.copied is not None:
+                self._check_hint(item)
+        for run in _alike(items):
+            ids = np.concatenate([item.ids for item in run])
+            if len(run) > 1 and (not run[0].seen or self.ledger.has_doubles(ids)):
+                for item in run:
+                    self._enter_one(item.ids, _rows(item.names, item.values.numpy()), item)
+            else:
+                values = np.concatenate([item.values.numpy() for item in run], axis=-1)
+                self._enter_one(ids, _rows(run[0].names, values), run[0])
+
+    def _enter_one(self, ids: Ids, rows: Rows, like: _Pending) -> None:
+        if not like.seen and like.kept is not None:
+            ids = ids[like.kept.numpy()]
+        if "target" in rows:
+            self.ledger.check_labels(ids, rows["target"].astype(np.int32))
+        self.bad += self.ledger.record(ids, rows, window=like.window, seen=like.seen, trained=like.trained)
+
+    def _enter_of_all_ranks(self, items: list[_Pending]) -> None:
+        assert self._group is not None
+        trouble: Exception | None = None
+        try:
+            for item in items:
+                if item.hint is not None:
+                    self._check_hint(item)
+        except Misattributed as error:
+            trouble, items = error, []
+        # Every rank must take part in the exchange even when it has trouble of its own, or the others wait forever.
+        for ids, names, values, flags in self._group.exchange(
+            [(i.ids if i.kept is None else i.ids[i.kept.numpy()], i.names, i.values.numpy(), _flags(i)) for i in items]
+        ):
+            window, seen, trained = flags
+            if self._group.leads_node:
+                rows = _rows(names, values)
+                try:
+                    if "target" in rows:
+                        self.ledger.check_labels(ids, rows["target"].astype(np.int32))
+                    self.bad += self.ledger.record(ids, rows, window=window, seen=seen, trained=trained)
+                except Misattributed as error:
+                    trouble = trouble or error
+        self._group.agree(trouble)
+
+    def _check_hint(self, item: _Pending) -> None:
+        """Targets given to loss() must be those delivered with the batch, or a function of them (a remapped class)."""
+        delivered = item.hint.numpy() if item.hint is not None else np.empty(0)
+        given = item.values[item.names.index("target")].numpy().astype(np.int64)
+        item.hint = None
+        if len(delivered) != len(given) or np.array_equal(delivered, given):
+            return
+        pairs = np.unique(np.stack((delivered, given)), axis=1)
+        if len(np.unique(pairs[0])) == pairs.shape[1]:
+            self._hints_hold = False
+            return
+        raise Misattributed(
+            f"The targets passed to loss() are not those of the batch delivered last ({int((delivered != given).sum())} "
+            f"of {len(given)} differ). A loop that fetches ahead must use with_ids=True and pass ids= to loss()."
+        )
+
+
+def _to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """A host copy of `values`; from a GPU it is in flight until the event returned with it has happened."""
+    if values.device.type == "cpu":
+        return values, None
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.device.type == "cuda")
+    host.copy_(values, non_blocking=True)
+    if values.device.type != "cuda":
+        return host, None
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(values.device))
+    return host, copied
+
+
+def _arrived(item: _Pending) -> bool:
+    return item.copied is None or item.copied.query()
+
+
+def _alike(items: list[_Pending]) -> list[list[_Pending]]:
+    """Neighbouring batches that carry the same statistics and may be entered together."""
+    runs: list[list[_Pending]] = []
+    for item in items:
+        joins = bool(runs) and item.kept is None and runs[-1][0].kept is None
+        if joins and _flags(runs[-1][0]) == _flags(item) and runs[-1][0].names == item.names:
+            runs[-1].append(item)
+        else:
+            runs.append([item])
+    return runs
+
+
+def _flags(item: _Pending) -> tuple[int, bool, bool]:
+    return item.window, item.seen, item.trained
+
+
+def _rows(names: tuple[str, ...], values: np.ndarray) -> Rows:
+    return dict(zip(names, values, strict=True)) if names else {"loss": np.empty(0, dtype=np.float32)}

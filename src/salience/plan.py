@@ -1,0 +1,187 @@
+"""The Plan: what exactly happens in one window of training, as a frozen value that every other part reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from salience.errors import ConfigError, StateError
+from salience.ledger.files import read_npz, write_npz
+
+FORMAT = "salience-plan-1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Note:
+    """What one filter did to a plan, and why."""
+
+    name: str
+    dropped: int
+    forced: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Plan:
+    """Samples of one window in order of delivery, with weight, importance and treatment level each."""
+
+    window: int
+    population: int
+    """Samples the plan was chosen from."""
+    batch_size: int
+    """Samples of one optimizer step, over all ranks."""
+    ids: npt.NDArray[np.int64]
+    """Sample ids in order of delivery, int64 [n]."""
+    weights: npt.NDArray[np.float32]
+    """Loss weights, float32 [n], mean 1 in expectation."""
+    importance: npt.NDArray[np.float32]
+    """Rank-normalised importance in [0, 1], float32 [n]."""
+    level: npt.NDArray[np.uint8]
+    """Treatment level, uint8 [n]: 0 = everything fresh; higher levels belong to Treat."""
+    drop_last: bool = False
+    notes: tuple[Note, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        for name in ("ids", "weights", "importance", "level"):
+            array: npt.NDArray[Any] = getattr(self, name)
+            if array.shape != self.ids.shape or array.ndim != 1:
+                raise ConfigError(f"Plan.{name} has shape {array.shape}, ids have {self.ids.shape}; they must be equal.")
+            array.setflags(write=False)
+
+    def __len__(self) -> int:
+        """Samples in the plan."""
+        return len(self.ids)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps on one rank alone; `shard` knows the number for several."""
+        return len(_bounds(len(self.ids), self.batch_size, 1, self.drop_last)) - 1
+
+    def shard(self, rank: int = 0, world: int = 1, shares: Sequence[float] | None = None) -> Shard:
+        """The part of every global batch that `rank` of `world` takes, in proportion to `shares` (default: equal).
+
+        All ranks together cover the plan exactly once (with drop_last: its whole batches). A tail with
+        fewer samples than ranks joins the batch before it, so that no rank is ever without work.
+        """
+        if not 0 <= rank < world:
+            raise ConfigError(f"rank is {rank}; with {world} ranks it must be from 0 to {world - 1}.")
+        parts = np.ones(world) if shares is None else np.asarray(shares, dtype=np.float64)
+        if parts.shape != (world,) or (parts <= 0).any():
+            raise ConfigError(f"shares are {shares!r}; there must be {world} positive numbers, one a rank.")
+        bounds = _bounds(len(self.ids), self.batch_size, world, self.drop_last)
+        sizes = np.diff(bounds)
+        cuts = _cuts(sizes, parts / parts.sum())
+        start, stop = bounds[:-1] + cuts[rank], bounds[:-1] + cuts[rank + 1]
+        return Shard(plan=self, rank=rank, world=world, start=start, stop=stop, global_sizes=sizes)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The plan as plain arrays, for files and checkpoints."""
+        return {
+            "window": np.array(self.window),
+            "population": np.array(self.population),
+            "batch_size": np.array(self.batch_size),
+            "drop_last": np.array(self.drop_last),
+            "ids": self.ids,
+            "weights": self.weights,
+            "importance": self.importance,
+            "level": self.level,
+        }
+
+    @classmethod
+    def from_arrays(cls, arrays: dict[str, Any]) -> Plan:
+        return cls(
+            window=int(arrays["window"]),
+            population=int(arrays["population"]),
+            batch_size=int(arrays["batch_size"]),
+            drop_last=bool(arrays["drop_last"]),
+            ids=np.array(arrays["ids"], dtype=np.int64),
+            weights=np.array(arrays["weights"], dtype=np.float32),
+            importance=np.array(arrays["importance"], dtype=np.float32),
+            level=np.array(arrays["level"], dtype=np.uint8),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Shard:
+    """One rank's batches of a plan: batch k is `plan.ids[start[k]:stop[k]]`."""
+
+    plan: Plan
+    rank: int
+    world: int
+    start: npt.NDArray[np.int64]
+    stop: npt.NDArray[np.int64]
+    global_sizes: npt.NDArray[np.int64]
+    """Samples of each batch over all ranks."""
+
+    def __len__(self) -> int:
+        """Batches."""
+        return len(self.start)
+
+    def span(self, number: int) -> slice:
+        """Where batch `number` stands in the plan's arrays."""
+        return slice(int(self.start[number]), int(self.stop[number]))
+
+    def ids(self, number: int) -> npt.NDArray[np.int64]:
+        return self.plan.ids[self.span(number)]
+
+    def weights(self, number: int) -> npt.NDArray[np.float32]:
+        return self.plan.weights[self.span(number)]
+
+
+def _bounds(n: int, batch_size: int, world: int, drop_last: bool) -> npt.NDArray[np.int64]:
+    """Edges of the global batches: 0, B, 2B, ..., n; a tail smaller than `world` joins the batch before it."""
+    edges = np.arange(0, n + 1, batch_size, dtype=np.int64)
+    tail = n - int(edges[-1])
+    if tail and not drop_last:
+        if tail >= world:
+            edges = np.append(edges, n)
+        elif len(edges) > 1:
+            edges[-1] = n
+        else:
+            raise ConfigError(f"The plan has {n} samples for {world} ranks; every rank needs at least one.")
+    return edges
+
+
+def _cuts(sizes: npt.NDArray[np.int64], shares: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    """Edges inside each batch, int64 [ranks + 1, batches]: in proportion to `shares`, at least one sample a rank."""
+    world = len(shares)
+    edges = np.concatenate(([0.0], np.cumsum(shares)))
+    edges[-1] = 1.0
+    cuts = np.rint(edges[:, None] * sizes).astype(np.int64)
+    for rank in range(1, world):
+        cuts[rank] = np.maximum(cuts[rank], cuts[rank - 1] + 1)
+    for rank in range(world - 1, 0, -1):
+        cuts[rank] = np.minimum(cuts[rank], cuts[rank + 1] - 1)
+    return cuts
+
+
+class Trace:
+    """Plans on disk, one file a window: recorded once, replayed through other stores, links or models."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def _path(self, window: int) -> Path:
+        return self.folder / f"window-{window:06d}.npz"
+
+    def write(self, plan: Plan) -> None:
+        write_npz(self._path(plan.window), {"format": np.array(FORMAT), **plan.arrays()})
+
+    def read(self, window: int) -> Plan:
+        return Plan.from_arrays(read_npz(self._path(window), FORMAT, "plan"))
+
+    def __len__(self) -> int:
+        return len(list(self.folder.glob("window-*.npz")))
+
+    def check(self, population: int) -> None:
+        """Raise StateError unless the trace holds plans over `population` samples."""
+        if not len(self):
+            raise StateError(f"There are no plans in {str(self.folder)!r}; record a trace with trace={str(self.folder)!r}.")
+        found = self.read(0).population
+        if found != population:
+            raise StateError(f"The trace {str(self.folder)!r} is over {found} samples, this data set has {population}.")

@@ -1,0 +1,155 @@
+"""Plug-ins found by name: a literal table of built-ins plus entry points. Installed is not enabled."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeVar
+
+from salience.errors import ConfigError, PluginError, did_you_mean
+
+Plugin = Callable[..., Any]
+P = TypeVar("P", bound=Plugin)
+
+BUILT_IN: dict[str, dict[str, str]] = {
+    "filters": {
+        "warmup": "salience.select.filters:warmup",
+        "age_cap": "salience.select.filters:age_cap",
+        "class_floor": "salience.select.filters:class_floor",
+        "tail": "salience.select.filters:tail",
+    },
+    "scores": {
+        "loss": "salience.select.scores:loss",
+        "ema_loss": "salience.select.scores:ema_loss",
+        "staleness": "salience.select.scores:staleness",
+    },
+    "samplers": {
+        "uniform": "salience.select.samplers:uniform",
+        "ratio": "salience.select.samplers:ratio",
+        "threshold": "salience.select.samplers:threshold",
+        "probability": "salience.select.samplers:probability",
+        "prune_rescale": "salience.select.samplers:prune_rescale",
+    },
+    "curves": {
+        "constant": "salience.select.curves:constant",
+        "step": "salience.select.curves:step",
+        "cosine": "salience.select.curves:cosine",
+        "all_less_all": "salience.select.curves:all_less_all",
+    },
+}
+"""kind -> name -> "module:function". `policies` and `levers` join when their rooms are built."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Card:
+    """What the framework must know of a plug-in beyond its result."""
+
+    needs: tuple[str, ...] = ()
+    """Ledger columns it reads that are empty unless `loss()` is given more than the losses, e.g. `margin`."""
+    unbiased: bool = False
+    """Samplers: the stated inclusion probabilities are exact, so weights 1/p give the full gradient in expectation."""
+    exact: bool = True
+    """The number of visits in a window follows from the config alone, so `total_steps` is known in advance."""
+
+
+def card(**facts: Any) -> Callable[[P], P]:
+    """Attach a Card to a plug-in: `@card(needs=("margin",))`. Plug-ins without one get `Card()`."""
+
+    def attach(plugin: P) -> P:
+        plugin.__salience_card__ = Card(**facts)  # pyright: ignore[reportFunctionMemberAccess]
+        return plugin
+
+    return attach
+
+
+def card_of(plugin: Plugin) -> Card:
+    return getattr(plugin, "__salience_card__", Card())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """Where a plug-in comes from."""
+
+    kind: str
+    name: str
+    target: str
+    """"module:function"."""
+    package: str
+    """The distribution that ships it, with its version; "salience" for built-ins."""
+
+
+@functools.cache
+def _installed(kind: str) -> Mapping[str, tuple[Origin, EntryPoint | None]]:
+    table: dict[str, tuple[Origin, EntryPoint | None]] = {
+        name: (Origin(kind=kind, name=name, target=target, package="salience"), None)
+        for name, target in BUILT_IN[kind].items()
+    }
+    for point in entry_points(group=f"salience.{kind}"):
+        package = f"{point.dist.name} {point.dist.version}" if point.dist else "unknown"
+        if point.name in table:
+            raise PluginError(
+                f"{kind[:-1]} {point.name!r} is provided twice, by {table[point.name][0].package} "
+                f"and by {package}; uninstall one of them or rename its entry point."
+            )
+        origin = Origin(kind=kind, name=point.name, target=point.value, package=package)
+        table[point.name] = (origin, point)
+    return table
+
+
+def forget_installed() -> None:
+    """Look at the installed entry points again; for tests and for packages installed while running."""
+    _installed.cache_clear()
+
+
+def kinds() -> tuple[str, ...]:
+    return tuple(BUILT_IN)
+
+
+def catalogue(kind: str) -> list[Origin]:
+    """Every plug-in of a kind, built in or installed, by name."""
+    if kind not in BUILT_IN:
+        raise ConfigError(f"There is no plug-in kind {kind!r}.{did_you_mean(kind, BUILT_IN)}")
+    return [origin for _, (origin, _) in sorted(_installed(kind).items())]
+
+
+def find(kind: str, name: str | Plugin) -> Plugin:
+    """The plug-in of that name; a callable is taken as it is."""
+    if not isinstance(name, str):
+        return name
+    table = _installed(kind)
+    if name not in table:
+        raise PluginError(f"There is no {kind[:-1]} {name!r}.{did_you_mean(name, table)}")
+    origin, point = table[name]
+    try:
+        if point is not None:
+            found = point.load()
+        else:
+            module, _, attribute = origin.target.partition(":")
+            found = getattr(importlib.import_module(module), attribute)
+    except Exception as cause:
+        raise PluginError(
+            f"{kind[:-1]} {name!r} of {origin.package} cannot be loaded from {origin.target!r}: {cause}"
+        ) from cause
+    if not callable(found):
+        raise PluginError(f"{kind[:-1]} {name!r} of {origin.package} is {found!r}, which cannot be called.")
+    return found
+
+
+def check_options(kind: str, name: str, plugin: Plugin, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError when an option is not a keyword-only argument of the plug-in."""
+    parameters = inspect.signature(plugin).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    allowed = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    for option in options:
+        if option not in allowed:
+            raise ConfigError(f"{kind[:-1]} {name!r} has no option {option!r}.{did_you_mean(option, allowed)}")
+
+
+def summary(plugin: Plugin) -> str:
+    """The first line of the plug-in's docstring."""
+    return (inspect.getdoc(plugin) or "").partition("\n")[0]

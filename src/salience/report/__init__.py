@@ -1,0 +1,1 @@
+"""Report: show it. Everything here reads events and nothing live."""

@@ -1,0 +1,97 @@
+"""Progress and tables in the terminal: rich where it is installed and the output is a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+RATE = 0.5
+"""Seconds between two updates at least."""
+
+
+class Bars(Protocol):
+    """Several named progress bars."""
+
+    def update(self, name: str, done: float, total: float, note: str = "") -> None: ...
+
+
+class _PlainBars:
+    """A line every few seconds, for logs."""
+
+    def __init__(self, every: float = 5.0) -> None:
+        self._every = every
+        self._last: dict[str, float] = {}
+
+    def update(self, name: str, done: float, total: float, note: str = "") -> None:
+        now = time.monotonic()
+        if done < total and now - self._last.get(name, -1e9) < self._every:
+            return
+        self._last[name] = now
+        say(f"{name:<14} {done / max(total, 1e-9):4.0%}  {note}")
+
+
+class _RichBars:
+    def __init__(self, progress: Any) -> None:
+        self._progress = progress
+        self._tasks: dict[str, Any] = {}
+
+    def update(self, name: str, done: float, total: float, note: str = "") -> None:
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(name, total=total, note=note)
+        self._progress.update(self._tasks[name], completed=done, total=total, note=note)
+
+
+def _rich_terminal() -> bool:
+    if not sys.stdout.isatty():
+        return False
+    try:
+        import rich  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@contextmanager
+def bars() -> Iterator[Bars]:
+    """Progress bars while the block runs, redrawn at most twice a second."""
+    if not _rich_terminal():
+        yield _PlainBars()
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description:<14}"),
+        BarColumn(bar_width=32),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, refresh_per_second=1 / RATE) as progress:
+        yield _RichBars(progress)
+
+
+def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, strong: int | None = None) -> None:
+    """A table, first column left and the others right; row `strong` stands out."""
+    if _rich_terminal():
+        from rich.console import Console
+        from rich.table import Table
+
+        drawn = Table(title=title, title_justify="left", title_style="bold")
+        for number, name in enumerate(head):
+            drawn.add_column(name, justify="left" if number == 0 else "right")
+        for number, row in enumerate(rows):
+            drawn.add_row(*row, style="bold green" if number == strong else None)
+        Console().print(drawn)
+        return
+    widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
+    say(title)
+    for line in (head, ["-" * w for w in widths], *rows):
+        cells = [f"{c:<{w}}" if i == 0 else f"{c:>{w}}" for i, (c, w) in enumerate(zip(line, widths, strict=True))]
+        say("  " + "  ".join(cells).rstrip())
+
+
+def say(text: str = "") -> None:
+    print(text, flush=True)

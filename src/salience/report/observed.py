@@ -1,0 +1,73 @@
+"""The summary of a run as text: what could be saved, which classes and samples are hard, what was never learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def render(summary: dict[str, Any], *, names: Sequence[str] | None = None, shown: int = 8) -> str:
+    """Plain text for an `observed` event's summary; `names` are class names."""
+    if not summary["seen"]:
+        return "Nothing was recorded yet: call loader.loss(losses, logits, targets) in the training step."
+    parts = [_headline(summary), _classes(summary, names, shown), _hardest(summary, names, shown)]
+    parts.append(_never(summary, names, shown))
+    if summary["not_finite"]:
+        parts.append(f"{summary['not_finite']:,} losses were NaN or infinite; they were counted and not stored.")
+    return "\n\n".join(part for part in parts if part)
+
+
+def _headline(summary: dict[str, Any]) -> str:
+    forecast = summary["forecast"]
+    lines = [
+        f"{summary['seen']:,} of {summary['samples']:,} samples seen, {summary['visits']:,} visits, "
+        f"mean loss {summary['mean_loss']:.3f}.",
+        f"Forecast: over {forecast['windows']} epochs selection would make {forecast['visits']:,} visits instead of "
+        f"{forecast['visits_full']:,} ({forecast['saved']:.0%} fewer).",
+    ]
+    if forecast["skipped_mean_loss"] is not None:
+        lines.append(
+            f"In the middle of the run it would skip {forecast['skipped_in_middle']:,} samples an epoch, whose mean "
+            f"loss is {forecast['skipped_mean_loss']:.3f}."
+        )
+    return "\n".join(lines)
+
+
+def _name(index: int, names: Sequence[str] | None) -> str:
+    if index < 0:
+        return "-"
+    return names[index] if names is not None and index < len(names) else str(index)
+
+
+def _classes(summary: dict[str, Any], names: Sequence[str] | None, shown: int) -> str:
+    classes = sorted(summary["classes"], key=lambda c: -(c["mean_loss"] or 0))
+    if not classes:
+        return ""
+    lines = [f"Classes, hardest first{'' if len(classes) <= shown else f' ({shown} of {len(classes)})'}:"]
+    lines.append(f"  {'class':<16} {'samples':>9} {'mean loss':>10} {'accuracy':>9}")
+    for c in classes[:shown]:
+        accuracy = "-" if c["accuracy"] is None else f"{c['accuracy']:.1%}"
+        loss = "-" if c["mean_loss"] is None else f"{c['mean_loss']:.3f}"
+        lines.append(f"  {_name(c['class'], names):<16} {c['samples']:>9,} {loss:>10} {accuracy:>9}")
+    return "\n".join(lines)
+
+
+def _sample(s: dict[str, Any], names: Sequence[str] | None) -> str:
+    guess = "" if s["guess"] < 0 else f", model says {_name(s['guess'], names)}"
+    label = "" if s["label"] < 0 else f"labelled {_name(s['label'], names)}{guess}, "
+    return f"  sample {s['id']:>8}: {label}mean loss {s['mean_loss']:.2f}, right {s['right']} of {s['seen']} visits"
+
+
+def _hardest(summary: dict[str, Any], names: Sequence[str] | None, shown: int) -> str:
+    lines = [_sample(s, names) for s in summary["hardest"][:shown]]
+    return "\n".join(["Hardest samples:", *lines])
+
+
+def _never(summary: dict[str, Any], names: Sequence[str] | None, shown: int) -> str:
+    count = summary["never_learnt"]
+    if not summary["classes"]:
+        return ""
+    if count == 0:
+        return "Every sample seen twice or more was given its label at least once."
+    lines = [_sample(s, names) for s in summary["never_learnt_samples"][:shown]]
+    return "\n".join([f"Never learnt: {count:,} samples. Often their label is wrong:", *lines])

@@ -1,0 +1,536 @@
+"""What both front doors share: one run's ledger, plans, losses, progress and state. `Loader` and `Selector` add iteration.
+
+    open a window:   flush the ledger -> Pipeline.plan (or the plain shuffle, or a replayed trace) -> shard of this rank
+    each batch:      deliver(number, ids) -> loss(losses, ...) -> Recorder, weighted mean
+    close a window:  events, next window
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.utils.data import RandomSampler
+
+from salience import ledger as ledgers
+from salience.config import SelectConfig, read_toml
+from salience.errors import ConfigError, LossError, StateError
+from salience.events import EventLog
+from salience.ledger import COLUMNS, Ledger, Recorder
+from salience.ledger.exchange import current_group
+from salience.plan import Plan, Shard, Trace
+from salience.seeds import PICK, torch_generator
+from salience.select import Pipeline, preset
+from salience.select.pick import RecentLosses, pick_positions
+from salience.select.summary import summarise
+from salience.watch import Stopwatch
+
+STATE_VERSION = 1
+
+Select = str | SelectConfig | Mapping[str, Any] | Trace | None
+
+
+def resolve(select: Select) -> SelectConfig | Trace | None:
+    """What people write for `select` as a config: a preset's name, a TOML file, a table, a config, a trace, or nothing."""
+    if select is None or isinstance(select, (SelectConfig, Trace)):
+        return select
+    if isinstance(select, str):
+        if not select.endswith(".toml"):
+            return preset(select)
+        select = read_toml(select).get("select", {})
+    table = dict(select)
+    return preset(table.pop("preset", "default")).merged(table)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The batch delivered last."""
+
+    window: int
+    number: int
+    ids: npt.NDArray[np.int64]
+    hint: Tensor | None = None
+    """Integer targets found in the batch."""
+    kept: Tensor | None = None
+    """Positions chosen by pick()."""
+
+
+class Run:
+    """The state of one training run over `n` samples."""
+
+    def __init__(
+        self,
+        n: int,
+        *,
+        batch_size: int,
+        epochs: int | None,
+        select: Select,
+        seed: int,
+        drop_last: bool,
+        generator: torch.Generator | None,
+        ledger: Ledger | str | Path | None,
+        trace: str | Path | None,
+        log: EventLog | str | Path | None,
+        strict: bool,
+    ) -> None:
+        self._config = resolve(select)
+        if n < 1:
+            raise ConfigError(f"The data set has {n} samples; there must be at least one.")
+        if batch_size < 1:
+            raise ConfigError(f"batch_size is {batch_size}; it must be at least 1.")
+        if epochs is not None and epochs < 1:
+            raise ConfigError(f"epochs is {epochs}; it must be at least 1.")
+        if epochs is None and self._config is not None:
+            raise ConfigError("select needs epochs=: the number of passes you will make, so that it can pace itself.")
+        if seed < 0:
+            raise ConfigError(f"seed is {seed}; it must be at least 0.")
+        self.n, self.batch_size, self.epochs, self.seed, self.drop_last = n, batch_size, epochs, seed, drop_last
+        self._group = current_group()
+        self.rank, self.world = (self._group.rank, self._group.world) if self._group else (0, 1)
+        self.events = log if isinstance(log, EventLog) else EventLog(log if self.rank == 0 else None)
+        self.watch = Stopwatch()
+        self._ledger = self._group.ledger(n) if self._group else Ledger(n)
+        if ledger is not None:
+            self._warm_start(ledger if isinstance(ledger, Ledger) else ledgers.load(ledger))
+        self._recorder = Recorder(self._ledger, self._group)
+        self._pipeline: Pipeline | None = None
+        if isinstance(self._config, SelectConfig):
+            self._pipeline = Pipeline(self._config, strict=strict, warn=self._warn)
+        elif isinstance(self._config, Trace):
+            self._config.check(n)
+        self._trace = None if trace is None else Trace(trace)
+        self._generator = generator or torch.Generator().manual_seed(seed)
+        self._shuffle: Any = iter(())
+        self._shuffle_state: Tensor = self._generator.get_state()
+        self.epoch = 0
+        """The window in progress, or the next one between two windows."""
+        self._shard: Shard | None = None
+        """This rank's part of the window in progress, or of the last one: a loop that fetches ahead is late with losses."""
+        self._open = False
+        self._resumed = False
+        self._delivered: set[int] = set()
+        self._batch: _Batch | None = None
+        self._span = (0.0, 0.0)
+        self._recent = RecentLosses()
+        self._weights: dict[torch.device, Tensor] = {}
+        self._plain_weights = True
+        self._checked_needs = False
+        self._warned: set[str] = set()
+        self._opened_at = 0.0
+        self._emit_run()
+
+    # ---------------------------------------------------------------- windows
+
+    def _open_window(self, *, draws_worker_seed: bool = True) -> Shard:
+        """Make (or, after a resume, take up) the plan of the next window."""
+        self._opened_at = time.perf_counter()
+        if self._resumed and self._shard is not None:
+            self._resumed = False
+            return self._shard
+        if self._open:  # the last window was broken off
+            self._close_window(finished=False)
+        self._flush()
+        with self.watch("plan"):
+            plan = self._plan(draws_worker_seed)
+            self._adopt(plan, set())
+        self._span = self._progress_span(len(plan))
+        self._emit_plan(plan)
+        if self._trace is not None and self.rank == 0:
+            self._trace.write(plan)
+        assert self._shard is not None
+        return self._shard
+
+    def _plan(self, draws_worker_seed: bool) -> Plan:
+        size = self.batch_size * self.world
+        if self._pipeline is not None:
+            assert self.epochs is not None
+            return self._pipeline.plan(
+                self._ledger, window=self.epoch, windows=self.epochs, batch_size=size, seed=self.seed,
+                drop_last=self.drop_last,
+            )  # fmt: skip
+        if isinstance(self._config, Trace):
+            return self._config.read(self.epoch)
+        ones = np.ones(self.n, dtype=np.float32)
+        return Plan(
+            window=self.epoch, population=self.n, batch_size=size, drop_last=self.drop_last,
+            ids=self._plain_order(draws_worker_seed), weights=ones, importance=ones.copy(),
+            level=np.zeros(self.n, dtype=np.uint8),
+        )  # fmt: skip
+
+    def _plain_order(self, draws_worker_seed: bool) -> npt.NDArray[np.int64]:
+        """The order in which DataLoader(shuffle=True, generator=g) would deliver, drawing from g what it would draw."""
+        self._shuffle_state = self._generator.get_state()
+        if draws_worker_seed:
+            torch.empty((), dtype=torch.int64).random_(generator=self._generator)
+        self._shuffle = iter(RandomSampler(range(self.n), generator=self._generator))
+        return np.fromiter(itertools.islice(self._shuffle, self.n), dtype=np.int64, count=self.n)
+
+    def _adopt(self, plan: Plan, delivered: set[int]) -> None:
+        self._shard = plan.shard(self.rank, self.world)
+        self._open = True
+        self._delivered = delivered
+        self._weights = {}
+        self._plain_weights = bool((plan.weights == 1).all())
+        self._batch = None
+
+    def _deliver(self, number: int, ids: npt.NDArray[np.int64], hint: Tensor | None = None) -> None:
+        self._batch = _Batch(self.epoch, number, ids, hint)
+        self._delivered.add(number)
+
+    def _close_window(self, *, finished: bool = True) -> None:
+        assert self._shard is not None
+        if finished:
+            next(self._shuffle, None)  # a plain shuffle draws once more at its end
+        if self._group is None:
+            self._flush()
+        self.events.emit(
+            "window", window=self.epoch, batches=len(self._delivered), of=len(self._shard), finished=finished,
+            seconds=time.perf_counter() - self._opened_at, overhead=dict(self.watch.seconds),
+        )  # fmt: skip
+        self._open = False
+        self._delivered = set()
+        self._span = (self._span[1], self._span[1])
+        self.epoch += 1
+
+    def _flush(self) -> None:
+        """Enter what was recorded into the ledger; collective where there are several ranks."""
+        with self.watch("flush"):
+            self._recorder.flush()
+        bad, self._recorder.bad = self._recorder.bad, 0
+        if bad:
+            self._warn(f"{bad} losses were NaN or infinite (window {self.epoch}); they were counted and not stored.")
+
+    def _budgets(self, first: int) -> list[int] | None:
+        """Planned visits of each window from `first` on; None when the number of windows is not known."""
+        if self.epochs is None:
+            return None
+        if isinstance(self._config, Trace):
+            return [len(self._config.read(w)) for w in range(first, len(self._config))]
+        if self._pipeline is None:
+            return [self.n] * (self.epochs - first)
+        return [self._pipeline.budget(w, self.epochs, self.n) for w in range(first, self.epochs)]
+
+    def _progress_span(self, visits: int) -> tuple[float, float]:
+        """Progress at this window's start and end: the share its visits have in what is still to come."""
+        start = self._span[1]
+        later = self._budgets(self.epoch + 1)
+        if later is None:
+            return start, start
+        return start, min(1.0, start + (1 - start) * visits / (visits + sum(later)))
+
+    # ---------------------------------------------------------------- what users read
+
+    @property
+    def progress(self) -> float:
+        """From 0 to 1 over the whole run, in sample visits; needs `epochs`."""
+        start, end = self._span
+        if not self._open or self._shard is None or not len(self._shard):
+            return end
+        return start + (end - start) * len(self._delivered) / len(self._shard)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Batches of the whole run on each rank, or None where a plug-in decides as it goes."""
+        if self._pipeline is not None and not self._pipeline.exact:
+            return None
+        budgets = self._budgets(0)
+        return None if budgets is None else sum(self._steps(budget) for budget in budgets)
+
+    def _steps(self, visits: int) -> int:
+        whole, tail = divmod(visits, self.batch_size * self.world)
+        return whole + (not self.drop_last and tail >= self.world)
+
+    def __len__(self) -> int:
+        """Batches of the window in progress, or of the next one."""
+        if self._open and self._shard is not None:
+            return len(self._shard)
+        budgets = self._budgets(min(self.epoch, (self.epochs or 1) - 1))
+        return self._steps(budgets[0] if budgets else self.n)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the window in progress, or of the last one."""
+        return None if self._shard is None else self._shard.plan
+
+    @property
+    def ledger(self) -> Ledger:
+        """What is known of every sample, up to date; with several ranks, as of the last window's end."""
+        if self._group is None:
+            self._flush()
+        return self._ledger
+
+    # ---------------------------------------------------------------- losses
+
+    def loss(
+        self, losses: Tensor, logits: Tensor | None = None, targets: Tensor | None = None, ids: Tensor | None = None
+    ) -> Tensor:
+        """Record per-sample losses and return their weighted mean, sum(w * l) / B.
+
+        With `logits` [B, C] and integer `targets` [B], the ledger also learns margins, guesses and more. Over
+        several ranks the result is sum(w * l) * world / B_global, so that DDP's mean over ranks is the
+        gradient of the whole batch. Nothing here waits for the device.
+        """
+        begin = time.perf_counter()
+        batch = self._batch_of(ids)
+        kept = batch.kept
+        count = len(batch.ids) if kept is None else len(kept)
+        _check_losses("loss", losses, count)
+        logits, targets = self._usable(losses, logits, targets)
+        if not self._checked_needs:
+            self._check_needs(logits)
+        if kept is None:
+            self._recorder.record(batch.ids, losses, logits, targets, window=batch.window, hint=batch.hint)
+        else:
+            self._recorder.trained(batch.ids, kept, window=batch.window)
+        weights = None if self._plain_weights else self._weights_of(batch, losses.device)
+        self.watch.add("record", time.perf_counter() - begin)
+        if weights is not None and kept is not None:
+            weights = weights[kept.to(weights.device)]
+        share = count
+        if self._shard is not None and self.world > 1 and kept is None:
+            share = int(self._shard.global_sizes[batch.number]) / self.world
+        if weights is None and share == count:
+            return losses.mean()
+        weighted = losses if weights is None else losses.float() * weights
+        return weighted.sum() / share
+
+    def pick(
+        self,
+        losses: Tensor,
+        logits: Tensor | None = None,
+        targets: Tensor | None = None,
+        *,
+        share: float = 0.5,
+        power: float = 1.0,
+    ) -> Tensor:
+        """Choose after the forward pass: positions of round(share * B) samples of this batch, int64, on its device.
+
+        The harder among recent losses, the likelier: P ~ percentile^power (selective backprop). All samples
+        count as seen; those later given to `loss(losses[keep], ...)` count as trained. Seeded by (seed, step).
+        """
+        batch = self._batch_of(None)
+        _check_losses("pick", losses, len(batch.ids))
+        logits, targets = self._usable(losses, logits, targets)
+        self._recorder.record(
+            batch.ids, losses, logits, targets, window=batch.window, trained=False, hint=batch.hint
+        )
+        generator = torch_generator(self.seed, PICK, batch.window, batch.number, self.rank)
+        batch.kept = pick_positions(
+            self._recent.percentile(losses), max(1, round(share * len(losses))), power, generator
+        )
+        return batch.kept
+
+    def _batch_of(self, ids: Tensor | None) -> _Batch:
+        if ids is None:
+            if self._batch is None:
+                raise LossError("loss() was called before a batch was delivered; iterate first, or pass ids=.")
+            return self._batch
+        if ids.dtype not in (torch.int64, torch.int32) or ids.dim() != 1:
+            raise LossError(f"ids are {ids.dtype} of shape {tuple(ids.shape)}; pass the int64 ids that came with the batch.")
+        array = ids.detach().cpu().numpy().astype(np.int64)
+        if self._batch is not None and np.array_equal(array, self._batch.ids):
+            return self._batch
+        if self._shard is None or not len(array):
+            raise LossError("These ids belong to no batch of this window.")
+        spots = np.flatnonzero(self._shard.plan.ids == array[0])
+        number = int(np.searchsorted(self._shard.start, spots[0], side="right")) - 1 if len(spots) else -1
+        if number < 0 or not np.array_equal(self._shard.ids(number), array):
+            raise LossError("These ids are not a batch of this window, in its order; pass them on as they were delivered.")
+        return _Batch(self._shard.plan.window, number, array)
+
+    def _usable(
+        self, losses: Tensor, logits: Tensor | None, targets: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Logits and targets that class statistics can be made of; others are left alone, and that is said once."""
+        if targets is None:
+            return None, None
+        if targets.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8) or targets.dim() != 1:
+            self._warn_once(
+                f"targets are {targets.dtype} with {targets.dim()} dimensions, not one integer class a sample: "
+                "losses are recorded, class statistics (margin, guess, class floor) are off."
+            )
+            return None, None
+        if len(targets) != len(losses):
+            raise LossError(f"There are {len(targets)} targets for {len(losses)} losses; pass those of the same batch.")
+        if logits is not None and (logits.dim() != 2 or len(logits) != len(losses)):
+            raise LossError(
+                f"logits have shape {tuple(logits.shape)}; with {len(losses)} losses they must be [{len(losses)}, classes]."
+            )
+        return logits, targets
+
+    def _check_needs(self, logits: Tensor | None) -> None:
+        self._checked_needs = True
+        for column, plugin in (self._pipeline.needs if self._pipeline else {}).items():
+            if COLUMNS[column].needs_logits and logits is None:
+                raise ConfigError(
+                    f"{plugin!r} reads {column!r}, which needs logits and integer targets: "
+                    "call loader.loss(losses, logits, targets)."
+                )
+
+    def _weights_of(self, batch: _Batch, device: torch.device) -> Tensor:
+        assert self._shard is not None
+        if device not in self._weights:
+            self._weights[device] = torch.from_numpy(self._shard.plan.weights.copy()).to(device)
+        return self._weights[device][self._shard.span(batch.number)]
+
+    # ---------------------------------------------------------------- telling and asking
+
+    def evaluated(self, metric: float, **more: float) -> None:
+        """Report a validation result, higher is better; it goes into the event log."""
+        self.events.emit("evaluated", metric=float(metric), progress=self.progress, window=self.epoch, **more)
+
+    def attach(self, model: nn.Module) -> None:
+        """Enable scores that need the model. None of the built-in ones does yet; the model is left untouched."""
+        self.model = model
+
+    def summary(self) -> dict[str, Any]:
+        """What the run taught us so far: per-class statistics, hardest and never-learnt samples, what could be saved."""
+        self._flush()
+        config = self._config if isinstance(self._config, SelectConfig) else preset("default")
+        return summarise(self._ledger, config, windows=self.epochs or max(10, self.epoch), seed=self.seed)
+
+    def report(self) -> str:
+        """The summary as text, also written to the event log."""
+        from salience.report.observed import render
+
+        return render(self.events.emit("observed", summary=self.summary())["summary"])
+
+    # ---------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on as if never stopped. With several ranks, every rank must call it."""
+        self._flush()
+        recent = self._recent.values
+        return {
+            "version": STATE_VERSION,
+            "population": self.n,
+            "world": self.world,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "select": self._describe(),
+            "epoch": self.epoch,
+            "span": list(self._span),
+            "delivered": sorted(self._delivered),
+            "plan": None if not self._open or self._shard is None else _tensors(self._shard.plan.arrays()),
+            "ledger": _tensors(self._ledger.state_dict()),
+            "shuffle": (self._generator.get_state() if not self._open else self._shuffle_state).clone(),
+            "recent_losses": None if recent is None else recent.detach().cpu().clone(),
+            "switched_off": sorted(self._pipeline.off) if self._pipeline else [],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict()` was taken: the next iteration delivers the rest of that window."""
+        if state.get("version") != STATE_VERSION:
+            raise StateError(f"This state has version {state.get('version')!r}; this salience reads version {STATE_VERSION}.")
+        for key, mine, advice in (
+            ("population", self.n, "resume with the data set it was made from"),
+            ("world", self.world, "resume with as many ranks"),
+            ("batch_size", self.batch_size, "resume with the same batch_size"),
+            ("seed", self.seed, "resume with the same seed"),
+            ("select", self._describe(), "resume with the same select"),
+        ):
+            if state[key] != mine:
+                raise StateError(f"The state was saved with {key} {state[key]!r}, this run has {mine!r}; {advice}.")
+        if self._group is None or self._group.leads_node:
+            self._ledger.load_state_dict(_arrays(state["ledger"]))
+        if self._group is not None:
+            self._group.barrier()
+        self.epoch = int(state["epoch"])
+        self._generator.set_state(state["shuffle"])
+        self._recent.values = state["recent_losses"]
+        if self._pipeline is not None:
+            self._pipeline.off = set(state["switched_off"])
+        self._shard, self._open, self._delivered, self._resumed = None, False, set(), False
+        if state["plan"] is not None:
+            plan = Plan.from_arrays(_arrays(state["plan"]))
+            if self._config is None:
+                self._plain_order(draws_worker_seed=True)  # bring the generator to where this window left it
+            self._adopt(plan, set(state["delivered"]))
+            self._resumed = True
+        start, end = state["span"]
+        self._span = (float(start), float(end))
+
+    def _describe(self) -> str:
+        if self._config is None:
+            return "observe"
+        if isinstance(self._config, Trace):
+            return "trace"
+        return json.dumps(self._config.to_dict(), sort_keys=True)
+
+    def _warm_start(self, known: Ledger) -> None:
+        """Take over what another run learnt; windows of that run mean nothing here."""
+        if known.n != self.n:
+            raise StateError(f"The ledger to start from has {known.n} samples, the data set {self.n}; they must be the same.")
+        if self._group is None or self._group.leads_node:
+            self._ledger.load_state_dict(known.state_dict())
+            self._ledger.last_seen[:] = -1
+        if self._group is not None:
+            self._group.barrier()
+
+    # ---------------------------------------------------------------- events
+
+    def _emit_run(self) -> None:
+        from salience import __version__
+
+        self.events.emit(
+            "run", salience=__version__, torch=torch.__version__, population=self.n, batch_size=self.batch_size,
+            epochs=self.epochs, seed=self.seed, world=self.world, drop_last=self.drop_last,
+            select=self._config.to_dict() if isinstance(self._config, SelectConfig) else self._describe(),
+        )  # fmt: skip
+
+    def _emit_plan(self, plan: Plan) -> None:
+        self.events.emit(
+            "plan", window=plan.window, picked=len(plan), population=plan.population, progress=self.progress,
+            seconds=self.watch.seconds.get("plan", 0.0),
+            filters=[{"name": n.name, "dropped": n.dropped, "forced": n.forced, "reason": n.reason} for n in plan.notes],
+        )  # fmt: skip
+
+    def _warn(self, text: str) -> None:
+        self.events.emit("warning", text=text)
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            self._warn(text)
+
+
+def _check_losses(where: str, losses: Tensor, count: int) -> None:
+    if losses.dim() == 0:
+        raise LossError(f"{where}() was given a single number; it needs one loss a sample: use reduction='none'.")
+    if losses.dim() > 1:
+        axes = tuple(range(1, losses.dim()))
+        raise LossError(
+            f"{where}() was given losses of shape {tuple(losses.shape)}; it needs one a sample: reduce the rest first, "
+            f"e.g. losses.mean(dim={axes})."
+        )
+    if len(losses) != count:
+        raise LossError(
+            f"{where}() was given {len(losses)} losses for a batch of {count} samples; pass one a sample. "
+            "A loop that fetches ahead must use with_ids=True and pass ids= to loss()."
+        )
+
+
+def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    """Arrays as tensors that torch.load(weights_only=True) takes; unsigned ones travel under a signed type."""
+    return {
+        name: torch.from_numpy(np.array(a.view(f"i{a.itemsize}") if a.dtype.kind == "u" and a.itemsize > 1 else a))
+        for name, a in arrays.items()
+    }
+
+
+def _arrays(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    arrays: dict[str, np.ndarray] = {name: tensor.numpy() for name, tensor in tensors.items()}
+    for name, array in arrays.items():
+        dtype = np.dtype(COLUMNS[name].dtype) if name in COLUMNS else array.dtype
+        if dtype != array.dtype:
+            arrays[name] = array.view(dtype)
+    return arrays

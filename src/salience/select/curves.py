@@ -1,0 +1,43 @@
+"""Life cycle: which share of the samples a window visits, as a pure function of the clock."""
+
+from __future__ import annotations
+
+import math
+
+from salience.errors import ConfigError
+from salience.select.view import Clock
+
+
+def constant(clock: Clock, *, share: float = 0.5) -> float:
+    """The same share in every window."""
+    return _share("share", share)
+
+
+def step(clock: Clock, *, share: float = 0.5, warmup: int = 0, end: float = 0.125) -> float:
+    """`share`, then everything for the last part `end` of the run (InfoBatch's annealing with end = 0.125)."""
+    if clock.window < warmup or clock.window >= math.ceil(clock.windows * (1 - _share("end", end))):
+        return 1.0
+    return _share("share", share)
+
+
+def cosine(clock: Clock, *, high: float = 1.0, low: float = 0.3) -> float:
+    """From `high` down to `low` along half a cosine."""
+    turn = 0.5 * (1 + math.cos(math.pi * clock.window / max(1, clock.windows - 1)))
+    return _share("low", low) + (_share("high", high) - low) * turn
+
+
+def all_less_all(clock: Clock, *, share: float = 0.4, warmup: float = 2, end: float = 0.2) -> float:
+    """Everything for `warmup` windows, `share` in the middle, everything for the last part `end` of the run.
+
+    In short runs the warm-up is at most a fifth of the windows, so that there is a middle.
+    """
+    first = min(warmup, clock.windows / 5)
+    if clock.window < math.ceil(first) or clock.window >= clock.windows - round(clock.windows * _share("end", end)):
+        return 1.0
+    return _share("share", share)
+
+
+def _share(name: str, value: float) -> float:
+    if not 0 < value <= 1:
+        raise ConfigError(f"keep: {name} is {value}; a share must be above 0 and at most 1.")
+    return float(value)

@@ -1,0 +1,59 @@
+"""Filters: which samples may, and which must, be visited in a window; each says why."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from salience.errors import ConfigError
+from salience.select.view import Verdict, View
+
+
+def warmup(view: View, *, visits: int = 1) -> Verdict:
+    """Forces samples seen fewer than `visits` times: nothing can be said of them yet."""
+    return Verdict(force=view.seen < visits, reason=f"seen fewer than {visits} times")
+
+
+def age_cap(view: View, *, windows: int = 10) -> Verdict:
+    """Forces samples that have waited `windows` windows or more, so that no judgement is final."""
+    if windows < 1:
+        raise ConfigError(f"age_cap: windows is {windows}; it must be at least 1.")
+    return Verdict(force=view.age >= windows, reason=f"not visited for {windows} windows")
+
+
+def class_floor(view: View, *, share: float = 0.05) -> Verdict:
+    """Forces `share` of every class in turn, so that no class is starved and every sample's turn comes.
+
+    The members of a class stand in a circle; each window forces the next ceil(share * size) of them.
+    """
+    if not 0 < share <= 1:
+        raise ConfigError(f"class_floor: share is {share}; it must be above 0 and at most 1.")
+    label = view.label
+    classes = int(label.max()) + 1
+    if classes < 1:
+        return Verdict(reason="no classes are known")
+    sizes = np.bincount(label + 1, minlength=classes + 1)
+    members = np.argsort((label + 1).astype(np.uint16 if classes < 2**16 else np.int32), kind="stable")
+    first = np.cumsum(sizes) - sizes
+    quota = np.ceil(share * sizes).astype(np.int64)
+    quota[0] = 0  # class -1: not known
+    within = np.arange(quota.sum()) - np.repeat(np.cumsum(quota) - quota, quota)
+    turn = np.repeat(view.clock.window * quota, quota)
+    place = np.repeat(first, quota) + (turn + within) % np.repeat(np.maximum(sizes, 1), quota)
+    force = np.zeros(view.n, dtype=bool)
+    force[members[place]] = True
+    return Verdict(force=force, reason=f"{share:.0%} of every class in turn")
+
+
+def tail(view: View, *, share: float = 0.02) -> Verdict:
+    """Leaves out the `share` of samples with the highest mean loss: more often wrong labels than useful ones.
+
+    Does nothing in windows that visit everything.
+    """
+    if not 0 <= share < 1:
+        raise ConfigError(f"tail: share is {share}; it must be at least 0 and below 1.")
+    known = view.mean_loss[~np.isnan(view.mean_loss)]
+    count = int(share * len(known))
+    if count == 0 or view.clock.keep >= 1:
+        return Verdict(reason="nothing to leave out")
+    edge = np.partition(known, len(known) - count)[len(known) - count]
+    return Verdict(keep=~(view.mean_loss >= edge), reason=f"highest {share:.1%} of mean loss")

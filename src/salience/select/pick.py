@@ -1,0 +1,36 @@
+"""Choosing after the forward pass (selective backprop): a fixed number of a batch, the harder the likelier."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from salience.errors import ConfigError
+
+
+class RecentLosses:
+    """The last `capacity` losses on their own device, to say how hard a loss is among them."""
+
+    def __init__(self, capacity: int = 4096) -> None:
+        self.capacity = capacity
+        self.values: Tensor | None = None
+
+    def percentile(self, losses: Tensor) -> Tensor:
+        """Enter `losses` and return the share of recent losses at or below each of them, float32 [B]."""
+        losses = losses.detach().float()
+        held = losses if self.values is None else torch.cat((self.values.to(losses.device), losses))
+        self.values = held[-self.capacity :]
+        return torch.searchsorted(self.values.sort().values, losses, right=True).float() / len(self.values)
+
+
+def pick_positions(percentile: Tensor, count: int, power: float, generator: torch.Generator) -> Tensor:
+    """`count` positions drawn without replacement with probability ~ percentile^power, int64 [count], ascending.
+
+    Selective backprop (Jiang et al. 2019) keeps each sample with that probability by itself; here the number
+    is fixed, by the largest keys log(u) / p (Efraimidis and Spirakis 2006), so that batch shapes stay constant.
+    """
+    if not 0 < count <= len(percentile):
+        raise ConfigError(f"pick: {count} of {len(percentile)} samples; share must leave at least one and at most all.")
+    u = torch.rand(len(percentile), generator=generator).to(percentile.device)
+    keys = u.clamp_min(1e-12).log() / percentile.nan_to_num(1.0).clamp_min(1e-6) ** power
+    return keys.topk(count).indices.sort().values

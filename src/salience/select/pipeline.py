@@ -1,0 +1,254 @@
+"""The framework: filter, score, normalise, sample, weigh. From a ledger, a config and a clock to one frozen Plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from salience.config import SelectConfig, Use
+from salience.errors import ConfigError, PluginError
+from salience.ledger import COLUMNS, Ledger
+from salience.plan import Note, Plan
+from salience.registry import Card, card_of, check_options, find
+from salience.seeds import PLAN, generator
+from salience.select.ranks import rank_normalise
+from salience.select.view import Bools, Candidates, Clock, Draw, Floats, Verdict, View
+from salience.select.weights import loss_weights
+
+Warn = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One plug-in of a pipeline, found and checked."""
+
+    kind: str
+    name: str
+    call: Callable[..., Any]
+    options: Mapping[str, Any]
+    weight: float
+    card: Card
+
+
+def _part(kind: str, used: Use) -> Part:
+    plugin = find(kind, used.name)
+    check_options(kind, used.label, plugin, used.options)
+    return Part(
+        kind=kind, name=used.label, call=plugin, options=used.options, weight=used.weight, card=card_of(plugin)
+    )
+
+
+class Pipeline:
+    """A SelectConfig with its plug-ins found. Its only state is which plug-ins failed and were switched off."""
+
+    def __init__(self, config: SelectConfig, *, strict: bool = False, warn: Warn | None = None) -> None:
+        self.config = config
+        self.filters = [_part("filters", u) for u in config.filters]
+        self.scores = [_part("scores", u) for u in config.scores]
+        self.sampler = _part("samplers", config.sampler)
+        self.curve = _part("curves", config.keep)
+        self.off: set[str] = set()
+        """Plug-ins that failed, by "kind/name"; they are not called again."""
+        self._strict = strict
+        self._warn: Warn = warn or (lambda text: None)
+        self.keep(Clock(window=0, windows=1))  # a wrong share is said now, not in mid-run
+
+    @property
+    def needs(self) -> dict[str, str]:
+        """Ledger columns that must be filled by `loss()`, each with the plug-in that wants it."""
+        parts = (*self.filters, *self.scores, self.sampler)
+        return {column: part.name for part in parts for column in part.card.needs}
+
+    @property
+    def exact(self) -> bool:
+        """Whether the number of visits of every window follows from the config alone."""
+        return all(part.card.exact for part in (*self.filters, *self.scores, self.sampler, self.curve))
+
+    def keep(self, clock: Clock) -> float:
+        share = float(self.curve.call(clock, **self.curve.options))
+        if not 0 < share <= 1:
+            raise ConfigError(f"The curve {self.curve.name!r} gave {share} for window {clock.window}; allowed: (0, 1].")
+        return share
+
+    def budget(self, window: int, windows: int, population: int) -> int:
+        """Visits the curve grants a window."""
+        return max(1, round(self.keep(Clock(window=window, windows=windows)) * population))
+
+    def plan(
+        self, ledger: Ledger, *, window: int, windows: int, batch_size: int, seed: int, drop_last: bool = False
+    ) -> Plan:
+        """A pure function of its arguments (and of which plug-ins are off)."""
+        clock = Clock(window=window, windows=windows)
+        clock = Clock(window=window, windows=windows, keep=self.keep(clock))
+        view = View(ledger, clock)
+        rng = generator(seed, PLAN, window)
+        allowed, forced, notes = self._filter(view)
+        budget = max(1, round(clock.keep * ledger.n))
+        importance, raw = self._score(view)
+        ids, weights = self._draw(view, allowed, forced, importance, raw, budget, rng)
+        order = rng.permutation(len(ids))
+        ids, weights = ids[order], weights[order]
+        return Plan(
+            window=window, population=ledger.n, batch_size=batch_size, drop_last=drop_last,
+            ids=ids, weights=weights, importance=importance[ids], level=np.zeros(len(ids), dtype=np.uint8), notes=notes,
+        )  # fmt: skip
+
+    def _filter(self, view: View) -> tuple[Bools | None, Bools | None, tuple[Note, ...]]:
+        """Which samples may be visited and which must be (None: all, none), and what each filter did.
+
+        Filters apply in order: one that leaves samples out overrules what earlier ones forced, one that forces
+        overrules what earlier ones left out.
+        """
+        allowed: Bools | None = None
+        forced: Bools | None = None
+        notes: list[Note] = []
+        for part in self.filters:
+            verdict = self._call(part, lambda part=part: _checked_verdict(part, part.call(view, **part.options), view.n))
+            if verdict is None:
+                continue
+            keep, force = verdict.keep, verdict.force
+            if keep is not None:
+                allowed = keep if allowed is None else allowed & keep
+                forced = None if forced is None else forced & keep
+            if force is not None:
+                forced = force if forced is None else forced | force
+            notes.append(
+                Note(
+                    name=part.name,
+                    dropped=0 if keep is None else view.n - int(np.count_nonzero(keep)),
+                    forced=0 if force is None else int(np.count_nonzero(force)),
+                    reason=verdict.reason,
+                )
+            )
+        if allowed is not None and not allowed.any():
+            self._warn("The filters left out every sample; none of them is applied in this window.")
+            allowed = None
+        return allowed, forced, tuple(notes)
+
+    def _score(self, view: View) -> tuple[Floats, Floats]:
+        """Rank-normalised importance in [0, 1] and the weighted sum of raw scores, float32 [n] each."""
+        ranks: list[tuple[float, Floats]] = []
+        raw: Floats | None = None
+        for part in self.scores:
+            score = self._call(part, lambda part=part: _checked_score(part, part.call(view, **part.options), view.n))
+            if score is None or part.weight == 0:
+                continue
+            ranks.append((part.weight, rank_normalise(score)))
+            raw = score * np.float32(part.weight) if raw is None else raw + score * np.float32(part.weight)
+        if not ranks or raw is None:
+            flat = np.full(view.n, 0.5, dtype=np.float32)
+            return flat, flat
+        if len(ranks) == 1:
+            return ranks[0][1], raw
+        total = sum(weight for weight, _ in ranks)
+        return sum(np.float32(weight / total) * rank for weight, rank in ranks), raw  # pyright: ignore[reportReturnType]
+
+    def _draw(
+        self,
+        view: View,
+        allowed: Bools | None,
+        forced: Bools | None,
+        importance: Floats,
+        raw: Floats,
+        budget: int,
+        rng: np.random.Generator,
+    ) -> tuple[np.ndarray, Floats]:
+        """Ids and weights: the forced samples first (the longest waiting, where the budget does not hold all)."""
+        musts = np.empty(0, dtype=np.int64) if forced is None else np.flatnonzero(forced)
+        if len(musts) > budget:
+            waiting = view.age[musts] + rng.random(len(musts))
+            musts = musts[np.argpartition(-waiting, budget - 1)[:budget]]
+            forced = np.zeros(view.n, dtype=bool)
+            forced[musts] = True
+        free = allowed
+        if forced is not None:
+            free = ~forced if allowed is None else allowed & ~forced
+        ids = np.arange(view.n) if free is None else np.flatnonzero(free)
+        budget = min(budget - len(musts), len(ids))
+        if view.clock.keep >= 1 or budget >= len(ids) > 0:
+            draw, unbiased = Draw(positions=np.arange(len(ids))[:budget]), True
+            inclusion = np.ones(budget, dtype=np.float32)
+        elif budget <= 0:
+            draw, unbiased, inclusion = Draw(positions=np.empty(0, dtype=np.int64)), False, None
+        else:
+            whole = free is None
+            candidates = Candidates(
+                view=view, ids=ids, importance=importance if whole else importance[ids], raw=raw if whole else raw[ids]
+            )
+            draw, unbiased = self._sample(candidates, budget, rng)
+            inclusion = draw.inclusion
+        drawn = ids[draw.positions]
+        if unbiased and inclusion is not None:
+            inclusion = np.concatenate((np.ones(len(musts), dtype=np.float32), inclusion))
+        else:
+            inclusion = None
+        chosen = np.concatenate((musts, drawn)) if len(musts) else drawn
+        return chosen, loss_weights(inclusion, len(chosen), len(ids) + len(musts))
+
+    def _sample(self, candidates: Candidates, budget: int, rng: np.random.Generator) -> tuple[Draw, bool]:
+        part = self.sampler
+        draw = self._call(
+            part,
+            lambda: _checked_draw(part, part.call(candidates, budget, rng, **part.options), candidates, budget),
+        )
+        if draw is not None:
+            return draw, part.card.unbiased
+        uniform = find("samplers", "uniform")
+        return uniform(candidates, budget, rng), True
+
+    def _call(self, part: Part, call: Callable[[], Any]) -> Any:
+        """The plug-in's result, or None when it failed: then it is named, switched off, and training goes on."""
+        key = f"{part.kind}/{part.name}"
+        if key in self.off:
+            return None
+        try:
+            return call()
+        except ConfigError:
+            raise
+        except Exception as cause:
+            text = f"{part.kind[:-1]} {part.name!r} failed and is switched off for this run: {type(cause).__name__}: {cause}"
+            if self._strict:
+                raise PluginError(text.replace(" and is switched off for this run", "")) from cause
+            self.off.add(key)
+            self._warn(text)
+            return None
+
+
+def _checked_verdict(part: Part, verdict: Any, n: int) -> Verdict:
+    if not isinstance(verdict, Verdict):
+        raise PluginError(f"it must return a Verdict, not {type(verdict).__name__}")
+    for name in ("keep", "force"):
+        mask = getattr(verdict, name)
+        if mask is not None and (mask.shape != (n,) or mask.dtype != np.bool_):
+            raise PluginError(f"Verdict.{name} has shape {mask.shape} of {mask.dtype}; it must be bool [{n}]")
+    return verdict
+
+
+def _checked_score(part: Part, score: Any, n: int) -> Floats:
+    score = np.asarray(score)
+    if score.shape != (n,) or score.dtype.kind not in "fiu":
+        raise PluginError(f"it returned shape {score.shape} of {score.dtype}; a score is one number a sample, [{n}]")
+    missing = [column for column in part.card.needs if COLUMNS[column].needs_logits]
+    if missing and np.isnan(score).all() and n:
+        raise PluginError(f"nothing is known of {', '.join(missing)}; pass logits and targets to loss()")
+    return score.astype(np.float32, copy=False)
+
+
+def _checked_draw(part: Part, draw: Any, candidates: Candidates, budget: int) -> Draw:
+    if not isinstance(draw, Draw):
+        raise PluginError(f"it must return a Draw, not {type(draw).__name__}")
+    positions, inclusion = draw.positions, draw.inclusion
+    if part.card.exact and len(positions) != budget:
+        raise PluginError(f"it drew {len(positions)} samples for a budget of {budget}")
+    if len(positions) and (positions.min() < 0 or positions.max() >= len(candidates)):
+        raise PluginError(f"it drew positions outside 0 to {len(candidates) - 1}")
+    taken = np.zeros(len(candidates), dtype=bool)
+    taken[positions] = True
+    if int(np.count_nonzero(taken)) != len(positions):
+        raise PluginError("it drew a sample twice")
+    if inclusion is not None and (inclusion.shape != positions.shape or not (inclusion > 0).all()):
+        raise PluginError("its inclusion probabilities must be above 0, one for each sample drawn")
+    return draw

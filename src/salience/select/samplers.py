@@ -1,0 +1,130 @@
+"""Samplers: from importance and a budget to samples and the probability with which each was to be drawn."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from salience.errors import ConfigError
+from salience.registry import card
+from salience.select.view import Bools, Candidates, Draw, Floats, Ids
+
+Rng = np.random.Generator
+
+
+@card(unbiased=True)
+def uniform(candidates: Candidates, budget: int, rng: Rng) -> Draw:
+    """Any `budget` samples with equal probability: the control every rule has to beat."""
+    inclusion = np.full(budget, budget / max(1, len(candidates)), dtype=np.float32)
+    return Draw(positions=choose(rng, len(candidates), budget), inclusion=inclusion)
+
+
+def ratio(candidates: Candidates, budget: int, rng: Rng, *, explore: float = 0.1) -> Draw:
+    """The most important samples, and a share `explore` of the budget drawn at random from the rest (epsilon-greedy)."""
+    if not 0 <= explore <= 1:
+        raise ConfigError(f"ratio: explore is {explore}; it must be from 0 to 1.")
+    greedy = budget - round(explore * budget)
+    best = top(candidates.importance, greedy)
+    rest = np.flatnonzero(~best)
+    positions = np.concatenate((np.flatnonzero(best), rest[choose(rng, len(rest), budget - greedy)]))
+    return Draw(positions=positions)
+
+
+def threshold(candidates: Candidates, budget: int, rng: Rng, *, above: float = 0.5) -> Draw:
+    """Samples with importance over `above` at random, as many as the budget holds; filled up from below it if too few."""
+    over = candidates.importance > above
+    inside, below = np.flatnonzero(over), np.flatnonzero(~over)
+    count = min(budget, len(inside))
+    first = inside[choose(rng, len(inside), count)]
+    return Draw(positions=np.concatenate((first, below[choose(rng, len(below), budget - count)])))
+
+
+@card(unbiased=True)
+def probability(candidates: Candidates, budget: int, rng: Rng, *, power: float = 1.0, floor: float = 0.05) -> Draw:
+    """Samples with probability proportional to max(importance, floor)^power, weighted so that the gradient is unbiased.
+
+    Systematic sampling: exactly `budget` samples with exactly the stated inclusion probabilities.
+    """
+    if power < 0 or not 0 < floor <= 1:
+        raise ConfigError(f"probability: power is {power} (at least 0), floor is {floor} (above 0, at most 1).")
+    inclusion = inclusion_probabilities(np.maximum(candidates.importance, floor) ** power, budget)
+    positions = systematic(rng, inclusion)
+    return Draw(positions=positions, inclusion=inclusion[positions].astype(np.float32))
+
+
+@card(unbiased=True, exact=False)
+def prune_rescale(candidates: Candidates, budget: int, rng: Rng, *, drop: float = 0.5, start: float = 3.0) -> Draw:
+    """InfoBatch: of the samples scoring under the mean a share `drop` is left out, the kept ones weigh 1/(1-drop).
+
+    Qin et al. 2024. Scores start at `start`; the rule sets its own budget.
+    """
+    if not 0 <= drop < 1:
+        raise ConfigError(f"prune_rescale: drop is {drop}; it must be at least 0 and below 1.")
+    score = np.where(np.isnan(candidates.raw), start, candidates.raw)
+    under = score < score.mean()
+    easy = np.flatnonzero(under)
+    keep = len(easy) - int(drop * len(easy))
+    kept = easy[choose(rng, len(easy), keep)]
+    hard = np.flatnonzero(~under)
+    inclusion = np.ones(len(hard) + keep, dtype=np.float32)
+    inclusion[len(hard) :] = keep / max(1, len(easy))
+    return Draw(positions=np.concatenate((hard, kept)), inclusion=inclusion)
+
+
+def choose(rng: Rng, n: int, count: int) -> Ids:
+    """`count` different positions out of `n`, each set equally likely."""
+    if count >= n:
+        return np.arange(n)
+    return rng.permutation(n)[:count] if 8 * count > n else rng.choice(n, count, replace=False, shuffle=False)
+
+
+def top(importance: Floats, count: int) -> Bools:
+    """The `count` largest as a mask."""
+    mask = np.zeros(len(importance), dtype=bool)
+    if count >= len(importance):
+        mask[:] = True
+    elif count > 0:
+        edge = np.partition(importance, len(importance) - count)[len(importance) - count]
+        mask = importance > edge
+        ties = np.flatnonzero(importance == edge)
+        mask[ties[: count - int(np.count_nonzero(mask))]] = True
+    return mask
+
+
+def inclusion_probabilities(size: np.ndarray, budget: int) -> np.ndarray:
+    """p_i = min(1, c * size_i) with c such that they add up to `budget`, float64 [M]."""
+    n = len(size)
+    if budget >= n:
+        return np.ones(n)
+    p = np.asarray(size, dtype=np.float64)
+    if not p.sum() > 0:
+        return np.full(n, budget / n)
+    p = p * (budget / p.sum())
+    certain = np.zeros(n, dtype=bool)
+    while (over := (p >= 1) & ~certain).any():  # each round makes at least one more certain; a few are enough
+        certain |= over
+        left = budget - np.count_nonzero(certain)
+        p[certain] = 1.0
+        rest = p[~certain].sum()
+        if rest <= 0:
+            p[~certain] = left / max(1, n - np.count_nonzero(certain))
+            break
+        p[~certain] *= left / rest
+    return np.minimum(p, 1.0)
+
+
+def systematic(rng: Rng, inclusion: np.ndarray) -> Ids:
+    """Positions drawn with exactly the given probabilities, as many as they add up to (Madow 1949), in random order.
+
+    The probabilities are laid end to end in random order, and every unit mark from a random start picks
+    the sample it falls on.
+    """
+    order = rng.permutation(len(inclusion))
+    edges = np.cumsum(inclusion[order])
+    total = round(float(edges[-1]))
+    edges *= total / edges[-1]
+    marks = rng.random() + np.arange(total)
+    picks = np.minimum(np.searchsorted(edges, marks, side="right"), len(order) - 1)
+    double = np.flatnonzero(picks[1:] == picks[:-1]) + 1
+    if len(double):  # rounding let two marks fall on a certain sample: take others in their place
+        picks[double] = np.setdiff1d(np.arange(len(order)), picks)[: len(double)]
+    return order[picks]

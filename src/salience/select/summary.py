@@ -1,0 +1,103 @@
+"""What a run taught us about its samples, as plain numbers: classes, hardest, never learnt, and what selection would skip."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from salience.config import SelectConfig
+from salience.ledger import Ledger
+from salience.select.pipeline import Pipeline
+
+SHOWN = 20
+
+
+def summarise(ledger: Ledger, forecast_with: SelectConfig, *, windows: int, seed: int = 0) -> dict[str, Any]:
+    """JSON-ready summary of a ledger; the forecast runs `forecast_with` over `windows` windows on what is known now."""
+    seen = ledger.seen > 0
+    known = seen & np.isfinite(ledger.mean_loss)
+    hardest = _top(np.where(known, ledger.mean_loss, -np.inf), int(known.sum()))
+    classified = seen & (ledger.guess >= 0)
+    never = np.flatnonzero(classified & (ledger.right == 0) & (ledger.seen >= 2))
+    never = never[np.argsort(-ledger.mean_loss[never], kind="stable")]
+    return {
+        "samples": ledger.n,
+        "seen": int(seen.sum()),
+        "visits": int(ledger.seen.sum(dtype=np.int64)),
+        "trained": int(ledger.trained.sum(dtype=np.int64)),
+        "not_finite": int(ledger.bad.sum(dtype=np.int64)),
+        "mean_loss": float(ledger.mean_loss[known].mean()) if known.any() else None,
+        "classes": _classes(ledger, known, classified),
+        "hardest": [_sample(ledger, int(i)) for i in hardest],
+        "never_learnt": int(len(never)),
+        "never_learnt_samples": [_sample(ledger, int(i)) for i in never[:SHOWN]],
+        "forgotten": int((ledger.forgotten > 0).sum()) if classified.any() else None,
+        "forecast": forecast(ledger, forecast_with, windows=windows, seed=seed),
+    }
+
+
+def forecast(ledger: Ledger, config: SelectConfig, *, windows: int, seed: int = 0) -> dict[str, Any]:
+    """Visits `config` would have spent over `windows` windows, and which samples a middle window would leave out."""
+    pipeline = Pipeline(config)
+    budgets = [pipeline.budget(window, windows, ledger.n) for window in range(windows)]
+    middle = windows // 2
+    plan = pipeline.plan(ledger, window=middle, windows=windows, batch_size=1, seed=seed)
+    skipped = np.ones(ledger.n, dtype=bool)
+    skipped[plan.ids] = False
+    known = skipped & np.isfinite(ledger.mean_loss)
+    return {
+        "windows": windows,
+        "visits": int(sum(budgets)),
+        "visits_full": windows * ledger.n,
+        "saved": 1 - sum(budgets) / (windows * ledger.n),
+        "skipped_in_middle": int(skipped.sum()),
+        "skipped_mean_loss": float(ledger.mean_loss[known].mean()) if known.any() else None,
+        "config": config.to_dict(),
+    }
+
+
+def _top(score: np.ndarray, available: int) -> np.ndarray:
+    """Positions of the SHOWN largest, largest first."""
+    count = min(SHOWN, available)
+    if count == 0:
+        return np.empty(0, dtype=np.int64)
+    best = np.argpartition(-score, count - 1)[:count]
+    return best[np.argsort(-score[best], kind="stable")]
+
+
+def _sample(ledger: Ledger, i: int) -> dict[str, Any]:
+    return {
+        "id": i,
+        "label": int(ledger.label[i]),
+        "guess": int(ledger.guess[i]),
+        "mean_loss": float(ledger.mean_loss[i]),
+        "seen": int(ledger.seen[i]),
+        "right": int(ledger.right[i]),
+    }
+
+
+def _classes(ledger: Ledger, known: np.ndarray, classified: np.ndarray) -> list[dict[str, Any]]:
+    count = int(ledger.label.max()) + 1
+    if count < 1:
+        return []
+    label = np.maximum(ledger.label, 0)
+    has = ledger.label >= 0
+
+    def per_class(mask: np.ndarray, values: np.ndarray | None = None) -> np.ndarray:
+        weights = None if values is None else values[mask].astype(np.float64)
+        return np.bincount(label[mask], weights=weights, minlength=count)
+
+    size, with_loss, with_guess = per_class(has), per_class(has & known), per_class(has & classified)
+    loss = per_class(has & known, ledger.mean_loss)
+    right = per_class(has & classified, ledger.guess == ledger.label)
+    return [
+        {
+            "class": c,
+            "samples": int(size[c]),
+            "mean_loss": float(loss[c] / with_loss[c]) if with_loss[c] else None,
+            "accuracy": float(right[c] / with_guess[c]) if with_guess[c] else None,
+        }
+        for c in range(count)
+        if size[c]
+    ]

@@ -1,0 +1,93 @@
+"""What plug-ins may read: the ledger's columns as read-only arrays, and the clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from salience.ledger import COLUMNS, Ledger
+
+Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clock:
+    """Where in the run a window stands."""
+
+    window: int
+    windows: int
+    """Windows of the whole run; in observe mode without `epochs`, the ones so far."""
+    keep: float = 1.0
+    """Share of the samples the life-cycle curve grants this window."""
+
+    @property
+    def time(self) -> float:
+        """0 at the first window, towards 1 at the last: window / windows."""
+        return min(1.0, self.window / max(1, self.windows))
+
+
+class View:
+    """A ledger as plug-ins see it: `view.mean_loss`, `view.seen`, ... are read-only arrays [n]; `view.clock`."""
+
+    def __init__(self, ledger: Ledger, clock: Clock) -> None:
+        self.n = ledger.n
+        self.clock = clock
+        self._ledger = ledger
+
+    def __getattr__(self, name: str) -> npt.NDArray[Any]:
+        if name not in COLUMNS:
+            raise AttributeError(f"A view has no column {name!r}; it has {', '.join(COLUMNS)}.")
+        column = self._ledger[name].view()
+        column.setflags(write=False)
+        return column
+
+    @property
+    def unseen(self) -> Bools:
+        return self.seen == 0
+
+    @property
+    def age(self) -> npt.NDArray[np.int32]:
+        """Windows since the last visit, int32 [n]; never visited counts from before the first window."""
+        return np.int32(self.clock.window) - self.last_seen
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Verdict:
+    """What a filter says: which samples may be visited, which must be, and why."""
+
+    keep: Bools | None = None
+    """False = left out of this window, bool [n]; None leaves nothing out."""
+    force: Bools | None = None
+    """True = visited for certain, budget permitting, even if an earlier filter left it out; bool [n]."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Candidates:
+    """What a sampler chooses from: the samples that passed the filters and are not forced, M of them."""
+
+    view: View
+    ids: Ids
+    """int64 [M], ascending."""
+    importance: Floats
+    """Rank-normalised, in [0, 1], float32 [M]."""
+    raw: Floats
+    """Weighted sum of the scores before normalisation, float32 [M]; NaN where nothing is known."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Draw:
+    """What a sampler returns: positions among the candidates and their inclusion probabilities."""
+
+    positions: Ids
+    """int64 [m], each at most once, any order."""
+    inclusion: Floats | None = None
+    """Probability with which each drawn sample was to be drawn, float32 [m]; None where it has no meaning."""

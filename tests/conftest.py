@@ -1,0 +1,57 @@
+"""Shared pieces: a small learnable problem, and the plain training loop everything is compared with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+torch.set_num_threads(1)
+
+
+def require(found: bool, what: str) -> None:
+    """Skip loudly when a part is missing; under CI=true that is a failure."""
+    if not found:
+        if os.environ.get("CI") == "true":
+            pytest.fail(f"{what} is missing, and under CI nothing may be skipped")
+        pytest.skip(f"{what} is missing")
+
+
+@pytest.fixture
+def problem() -> TensorDataset:
+    """300 points in 8 dimensions, 4 classes, linearly separable."""
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(300, 8, generator=g)
+    y = (x @ torch.randn(8, 4, generator=g)).argmax(1)
+    return TensorDataset(x, y)
+
+
+def make_model() -> nn.Module:
+    """A linear model with parameters that depend on nothing but this line."""
+    model = nn.Linear(8, 4)
+    g = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=g) * 0.1)
+    return model
+
+
+def train(
+    loader: Iterable[Any], reduce: Callable[[Tensor, Tensor, Tensor], Tensor], *, epochs: int, model: nn.Module | None = None
+) -> nn.Module:
+    model = make_model() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(epochs):
+        for x, y in loader:
+            logits = model(x)
+            loss = reduce(F.cross_entropy(logits, y, reduction="none"), logits, y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return model

@@ -1,0 +1,81 @@
+"""From loss() to the ledger: the same as if every batch had been entered at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from salience.errors import Misattributed
+from salience.ledger import Ledger, Recorder
+from salience.ledger.recorder import HOLD
+from salience.ledger.statistics import LOGIT_ROWS, reduce_batch
+
+
+def test_statistics_match_their_formulas():
+    g = torch.Generator().manual_seed(0)
+    for classes in (5, 100):  # both memory layouts
+        z = torch.randn(32, classes, generator=g)
+        y = torch.randint(0, classes, (32,), generator=g)
+        losses = torch.nn.functional.cross_entropy(z, y, reduction="none")
+        names, values = reduce_batch(losses, z, y)
+        got = dict(zip(names, values, strict=True))
+        p = z.softmax(1)
+        onehot = torch.nn.functional.one_hot(y, classes)
+        others = z.masked_fill(onehot.bool(), float("-inf")).amax(1)
+        assert names == LOGIT_ROWS
+        torch.testing.assert_close(got["margin"], z[range(32), y] - others)
+        torch.testing.assert_close(got["el2n"], (p - onehot).norm(dim=1))
+        torch.testing.assert_close(got["entropy"], torch.distributions.Categorical(p).entropy())
+        torch.testing.assert_close(got["confidence"], p[range(32), y])
+        assert (got["guess"] == z.argmax(1)).all()
+
+
+def test_a_logit_of_minus_infinity_leaves_the_entropy_finite():
+    z = torch.tensor([[0.0, 1.0, float("-inf")]])
+    _, values = reduce_batch(torch.tensor([1.0]), z, torch.tensor([0]))
+    assert torch.isfinite(values).all()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_entering_late_and_together_equals_entering_at_once(overlap):
+    g = torch.Generator().manual_seed(0)
+    late, at_once = Ledger(2000), Ledger(2000)
+    recorder = Recorder(late)
+    for k in range(2 * HOLD + 3):
+        ids = torch.randint(0, 2000, (16,), generator=g).numpy() if overlap else np.arange(16 * k, 16 * k + 16)
+        losses = torch.rand(16, generator=g)
+        recorder.record(ids, losses, window=1)
+        direct = Recorder(at_once)
+        direct.record(ids, losses, window=1)
+        direct.flush()
+    recorder.flush()
+    for name in late:
+        np.testing.assert_array_equal(late[name], at_once[name], err_msg=name)
+
+
+def test_half_precision_losses_do_not_touch_ids():
+    ledger = Ledger(70_000)
+    recorder = Recorder(ledger)
+    ids = np.array([0, 257, 65_537, 69_999])  # none but 0 and 257 would survive bfloat16
+    recorder.record(ids, torch.ones(4, dtype=torch.bfloat16), window=0)
+    recorder.flush()
+    assert np.flatnonzero(ledger.seen).tolist() == ids.tolist()
+
+
+def test_the_tensor_of_losses_may_be_changed_after_it_was_recorded():
+    ledger = Ledger(2)
+    recorder = Recorder(ledger)
+    losses = torch.tensor([1.0, 2.0])
+    recorder.record(np.array([0, 1]), losses, window=0)
+    losses.zero_()
+    recorder.flush()
+    assert ledger.last_loss.tolist() == [1.0, 2.0]
+
+
+def test_targets_of_another_batch_are_caught_at_once_and_remapped_ones_are_not():
+    y = torch.tensor([0, 1, 0, 1])
+    recorder = Recorder(Ledger(4))
+    recorder.record(np.arange(4), torch.ones(4), None, y + 7, window=0, hint=y)
+    with pytest.raises(Misattributed, match="with_ids"):
+        Recorder(Ledger(4)).record(np.arange(4), torch.ones(4), None, torch.tensor([1, 1, 0, 0]), window=0, hint=y)

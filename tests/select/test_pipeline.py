@@ -1,0 +1,180 @@
+"""The framework: exact budgets, filters in order, pure plans, failing plug-ins named and switched off."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from salience.config import SelectConfig, Use
+from salience.errors import ConfigError, PluginError
+from salience.ledger import Ledger
+from salience.select import Clock, Pipeline, Verdict, View, preset
+from salience.select.curves import all_less_all, cosine, step
+from salience.select.filters import age_cap, class_floor, tail
+
+N = 1000
+
+
+def known(n: int = N) -> Ledger:
+    ledger = Ledger(n)
+    rng = np.random.default_rng(0)
+    ledger.label[:] = rng.integers(0, 5, n)
+    for window in range(3):
+        ledger.record(np.arange(n), {"loss": rng.exponential(size=n).astype(np.float32)}, window=window)
+    return ledger
+
+
+def plan(pipeline: Pipeline, ledger: Ledger, window: int = 5, seed: int = 0):
+    return pipeline.plan(ledger, window=window, windows=10, batch_size=32, seed=seed)
+
+
+def test_the_default_prunes_exactly_what_its_curve_says():
+    pipeline = Pipeline(preset("default"))
+    sizes = [len(plan(pipeline, known(), window=w)) for w in range(10)]
+    assert sizes == [1000, 1000, 400, 400, 400, 400, 400, 400, 1000, 1000]
+    assert sizes == [pipeline.budget(w, 10, N) for w in range(10)]
+
+
+def test_a_plan_is_a_pure_function_of_ledger_config_seed_and_window():
+    ledger = known()
+    before = ledger.state_dict()
+    a, b = (plan(Pipeline(preset("default")), ledger) for _ in range(2))
+    np.testing.assert_array_equal(a.ids, b.ids)
+    np.testing.assert_array_equal(a.weights, b.weights)
+    assert not np.array_equal(a.ids, plan(Pipeline(preset("default")), ledger, seed=1).ids)
+    assert not np.array_equal(a.ids, plan(Pipeline(preset("default")), ledger, window=6).ids)
+    for name, column in before.items():
+        np.testing.assert_array_equal(column, ledger[name])
+
+
+def test_no_sample_is_planned_twice_and_hard_ones_are_preferred():
+    ledger = known()
+    made = plan(Pipeline(preset("default")), ledger)
+    assert len(set(made.ids.tolist())) == len(made)
+    assert ledger.mean_loss[made.ids].mean() > 1.3 * ledger.mean_loss.mean()
+
+
+def test_the_suspicious_tail_is_left_out_until_its_age_brings_it_back():
+    ledger = known()
+    worst = np.argsort(-ledger.mean_loss)[:20]
+    config = SelectConfig(
+        filters=(Use(name="tail", options={"share": 0.02}), Use(name="age_cap", options={"windows": 6})),
+        scores=(Use(name="ema_loss"),),
+        sampler=Use(name="ratio", options={"explore": 0.0}),
+        keep=Use(name="constant", options={"share": 0.4}),
+    )
+    assert not set(worst) & set(plan(Pipeline(config), ledger, window=5).ids.tolist())
+    ledger.last_seen[:] = 7
+    ledger.last_seen[worst] = 2
+    assert set(worst) <= set(plan(Pipeline(config), ledger, window=8).ids.tolist())
+
+
+def test_filters_apply_in_order():
+    def drop_even(view: View) -> Verdict:
+        return Verdict(keep=np.arange(view.n) % 2 == 1, reason="even")
+
+    def force_first(view: View) -> Verdict:
+        return Verdict(force=np.arange(view.n) < 4, reason="first")
+
+    def ids(*filters):
+        config = SelectConfig(filters=tuple(Use(name=f) for f in filters), keep=Use(name="constant"))
+        return set(plan(Pipeline(config), known()).ids.tolist())
+
+    assert {0, 1, 2, 3} <= ids(drop_even, force_first)
+    assert not {0, 2} & ids(force_first, drop_even)
+
+
+def test_the_floor_gives_every_class_its_share_and_every_sample_its_turn():
+    ledger = known()
+    ledger.label[:10] = 7  # a rare class
+    forced = np.zeros(N, dtype=int)
+    for window in range(20):
+        force = class_floor(View(ledger, Clock(window=window, windows=20)), share=0.05).force
+        forced += force
+        for c in (0, 1, 2, 3, 4, 7):
+            members = ledger.label == c
+            assert force[members].sum() == np.ceil(0.05 * members.sum())
+    assert (forced >= 1).all()
+
+
+def test_age_cap_forces_what_waited_too_long():
+    ledger = known()
+    ledger.last_seen[:5] = 0
+    force = age_cap(View(ledger, Clock(window=10, windows=20)), windows=10).force
+    assert np.flatnonzero(force).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_when_more_is_forced_than_fits_the_longest_waiting_go_first():
+    ledger = known()
+    ledger.last_seen[:] = 4
+    ledger.last_seen[:100] = 0
+    config = SelectConfig(
+        filters=(Use(name="age_cap", options={"windows": 1}),), keep=Use(name="constant", options={"share": 0.2})
+    )
+    made = plan(Pipeline(config), ledger)
+    assert len(made) == 200
+    assert set(range(100)) <= set(made.ids.tolist())
+
+
+def test_the_tail_does_nothing_in_windows_that_visit_everything():
+    assert tail(View(known(), Clock(window=0, windows=10, keep=1.0)), share=0.1).keep is None
+
+
+def test_curves_give_all_at_both_ends():
+    shares = [all_less_all(Clock(window=w, windows=20), share=0.4, warmup=2, end=0.2) for w in range(20)]
+    assert shares == [1.0] * 2 + [0.4] * 14 + [1.0] * 4
+    assert [step(Clock(window=w, windows=8), share=0.5, end=0.125) for w in (0, 6, 7)] == [0.5, 0.5, 1.0]
+    assert [round(cosine(Clock(window=w, windows=5), low=0.2), 3) for w in (0, 4)] == [1.0, 0.2]
+    short = [all_less_all(Clock(window=w, windows=5), share=0.4) for w in range(5)]
+    assert short == [1.0, 0.4, 0.4, 0.4, 1.0]
+
+
+def broken(view: View) -> np.ndarray:
+    raise RuntimeError("out of luck")
+
+
+@pytest.mark.parametrize(
+    ("score", "says"),
+    [
+        (broken, "RuntimeError: out of luck"),
+        (lambda view: np.zeros(3), r"shape \(3,\)"),
+        (lambda view: ["a"] * view.n, "one number a sample"),
+    ],
+)
+def test_a_plug_in_that_fails_is_named_and_switched_off_or_raises_when_strict(score, says):
+    said: list[str] = []
+    config = SelectConfig(scores=(Use(name=score), Use(name="loss")), keep=Use(name="constant"))
+    pipeline = Pipeline(config, warn=said.append)
+    assert len(plan(pipeline, known())) == 500
+    assert len(plan(pipeline, known())) == 500
+    assert len(said) == 1
+    with pytest.raises(PluginError, match=says):
+        plan(Pipeline(config, strict=True), known())
+
+
+def test_a_sampler_that_cheats_on_its_budget_is_switched_off():
+    from salience.select import Draw
+
+    def greedy(candidates, budget, rng):
+        return Draw(positions=np.arange(budget + 1))
+
+    said: list[str] = []
+    config = SelectConfig(sampler=Use(name=greedy), keep=Use(name="constant"))
+    assert len(plan(Pipeline(config, warn=said.append), known())) == 500
+    assert "drew 501 samples for a budget of 500" in said[0]
+
+
+def test_filters_that_leave_nothing_are_not_applied():
+    said: list[str] = []
+    config = SelectConfig(filters=(Use(name=lambda view: Verdict(keep=np.zeros(view.n, dtype=bool))),))
+    assert len(plan(Pipeline(config, warn=said.append), known())) == N
+    assert "left out every sample" in said[0]
+
+
+def test_unknown_names_and_options_get_a_hint():
+    with pytest.raises(PluginError, match="Did you mean 'ema_loss'"):
+        Pipeline(SelectConfig(scores=(Use(name="ema_los"),)))
+    with pytest.raises(ConfigError, match="Did you mean 'explore'"):
+        Pipeline(SelectConfig(sampler=Use(name="ratio", options={"explor": 1})))
+    with pytest.raises(ConfigError, match="Did you mean 'default'"):
+        preset("defualt")
