@@ -43,7 +43,11 @@ def make_model() -> nn.Module:
 
 
 def train(
-    loader: Iterable[Any], reduce: Callable[[Tensor, Tensor, Tensor], Tensor], *, epochs: int, model: nn.Module | None = None
+    loader: Iterable[Any],
+    reduce: Callable[[Tensor, Tensor, Tensor], Tensor],
+    *,
+    epochs: int,
+    model: nn.Module | None = None,
 ) -> nn.Module:
     model = make_model() if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

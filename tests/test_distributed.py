@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from conftest import make_model
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import salience
+
+from conftest import make_model
 
 N, EPOCHS = 203, 5  # an odd number, so that tails are uneven
 

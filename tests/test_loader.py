@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections import deque
@@ -10,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import make_model, train
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import salience
 from salience.batches import Orders
 from salience.errors import ConfigError, DataError, LossError, Misattributed
+
+from conftest import make_model, train
 
 
 class Dicts(Dataset):
@@ -144,7 +146,7 @@ def test_progress_runs_from_0_to_1_and_steps_are_known_in_advance(problem):
         assert number == length
     assert seen[0] == 0
     assert seen[-1] == pytest.approx(1)
-    assert all(a < b for a, b in zip(seen, seen[1:], strict=False))
+    assert all(a < b for a, b in itertools.pairwise(seen))
     assert steps == loader.total_steps
 
 
@@ -162,7 +164,7 @@ def test_workers_of_both_kinds_deliver_the_same(problem, context):
         loader = salience.Loader(problem, 32, epochs=3, select="default", with_ids=True, **more)
         out = []
         for _ in range(2):
-            for batch_ids, (x, y) in loader:
+            for batch_ids, (x, _y) in loader:
                 assert torch.equal(x, problem.tensors[0][batch_ids])
                 loader.loss(x.sum(1).abs(), ids=batch_ids)
                 out.append(batch_ids.tolist())
@@ -174,7 +176,7 @@ def test_workers_of_both_kinds_deliver_the_same(problem, context):
 def test_batches_may_come_out_of_order_with_their_ids(problem):
     loader = salience.Loader(problem, 16, num_workers=2, in_order=False, with_ids=True)
     seen = []
-    for ids, (x, y) in loader:
+    for ids, (x, _y) in loader:
         assert torch.equal(x, problem.tensors[0][ids])
         loader.loss(ids.float(), ids=ids)
         seen += ids.tolist()
@@ -225,7 +227,7 @@ def test_a_look_ahead_loop_without_ids_is_caught_and_with_ids_is_right(problem):
             loader.loss(x.sum(1), None, y)
     loader = salience.Loader(problem, 32, epochs=5, select="infobatch", with_ids=True)
     for _ in range(5):
-        for ids, (x, y) in lookahead(loader):
+        for ids, (_x, y) in lookahead(loader):
             loader.loss(ids.float(), None, y, ids=ids)
     loader.summary()
     np.testing.assert_array_equal(loader.ledger.last_loss, np.arange(300))
@@ -233,7 +235,9 @@ def test_a_look_ahead_loop_without_ids_is_caught_and_with_ids_is_right(problem):
 
 def test_a_look_ahead_loop_is_caught_from_the_classes_alone_when_batches_have_no_clear_targets(problem):
     targets = problem.tensors[1]
-    loader = salience.Loader(TensorDataset(problem.tensors[0], torch.arange(300), torch.arange(300)), 32, drop_last=True)
+    loader = salience.Loader(
+        TensorDataset(problem.tensors[0], torch.arange(300), torch.arange(300)), 32, drop_last=True
+    )
     with pytest.raises(LossError, match="with_ids"):
         for _ in range(2):
             for x, i, _ in lookahead(loader):
@@ -268,7 +272,7 @@ def test_a_compiled_model_trains_as_the_eager_one(problem):
 def test_weights_average_to_one_and_the_loss_is_their_weighted_sum(problem):
     loader = salience.Loader(problem, 300, epochs=5, select="infobatch", with_ids=True)
     for _ in range(3):
-        for ids, (x, y) in loader:
+        for ids, (x, _y) in loader:
             losses = x[:, 0].exp()
             got = loader.loss(losses, ids=ids)
             weights = torch.from_numpy(loader.plan.weights.copy())
@@ -303,7 +307,7 @@ def test_losses_that_do_not_fit_the_batch_are_refused(problem):
     loader = salience.Loader(problem, 32)
     with pytest.raises(LossError, match="before a batch"):
         loader.loss(torch.ones(32))
-    x, y = next(iter(loader))
+    _x, y = next(iter(loader))
     with pytest.raises(LossError, match="reduction='none'"):
         loader.loss(torch.tensor(1.0))
     with pytest.raises(LossError, match="31 losses for a batch of 32"):

@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import make_model, train
 
 import salience
 from salience.errors import StateError
+
+from conftest import make_model, train
 
 # One training run in a process of its own: prints ids and weights of each batch and a digest of ledger and model.
 SCRIPT = """
@@ -152,5 +153,3 @@ def test_state_of_another_run_is_refused(problem, change, says):
         salience.Loader(**arguments).load_state_dict(state)
     with pytest.raises(StateError, match="version"):
         salience.Loader(problem, 32).load_state_dict({"version": 99})
-
-

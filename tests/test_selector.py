@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import make_model
 
 import salience
 from salience.errors import ConfigError
+
+from conftest import make_model
 
 
 def run(problem, **more):

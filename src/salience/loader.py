@@ -74,7 +74,7 @@ class Loader(Run):
         self._inner: DataLoader[Any] = DataLoader(
             Tagging(dataset),
             batch_sampler=self._orders,  # pyright: ignore[reportArgumentType]
-            collate_fn=TagCollate(collate_fn or default_collate),
+            collate_fn=TagCollate(collate_fn or default_collate),  # pyright: ignore[reportArgumentType]
             generator=self._worker_generator,
             **dataloader,
         )

@@ -50,7 +50,9 @@ class Plan:
         for name in ("ids", "weights", "importance", "level"):
             array: npt.NDArray[Any] = getattr(self, name)
             if array.shape != self.ids.shape or array.ndim != 1:
-                raise ConfigError(f"Plan.{name} has shape {array.shape}, ids have {self.ids.shape}; they must be equal.")
+                raise ConfigError(
+                    f"Plan.{name} has shape {array.shape}, ids have {self.ids.shape}; they must be equal."
+                )
             array.setflags(write=False)
 
     def __len__(self) -> int:
@@ -181,7 +183,9 @@ class Trace:
     def check(self, population: int) -> None:
         """Raise StateError unless the trace holds plans over `population` samples."""
         if not len(self):
-            raise StateError(f"There are no plans in {str(self.folder)!r}; record a trace with trace={str(self.folder)!r}.")
+            raise StateError(
+                f"There are no plans in {str(self.folder)!r}; record a trace with trace={str(self.folder)!r}."
+            )
         found = self.read(0).population
         if found != population:
             raise StateError(f"The trace {str(self.folder)!r} is over {found} samples, this data set has {population}.")

@@ -1,8 +1,8 @@
 """What both front doors share: one run's ledger, plans, losses, progress and state. `Loader` and `Selector` add iteration.
 
-    open a window:   flush the ledger -> Pipeline.plan (or the plain shuffle, or a replayed trace) -> shard of this rank
-    each batch:      deliver(number, ids) -> loss(losses, ...) -> Recorder, weighted mean
-    close a window:  events, next window
+open a window:   flush the ledger -> Pipeline.plan (or the plain shuffle, or a replayed trace) -> shard of this rank
+each batch:      deliver(number, ids) -> loss(losses, ...) -> Recorder, weighted mean
+close a window:  events, next window
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ def resolve(select: Select) -> SelectConfig | Trace | None:
     """What people write for `select` as a config: a preset's name, a TOML file, a table, a config, a trace, or nothing."""
     if select is None or isinstance(select, (SelectConfig, Trace)):
         return select
+    table: dict[str, Any]
     if isinstance(select, str):
         if not select.endswith(".toml"):
             return preset(select)
-        select = read_toml(select).get("select", {})
-    table = dict(select)
+        table = dict(read_toml(select).get("select", {}))
+    else:
+        table = dict(select)
     return preset(table.pop("preset", "default")).merged(table)
 
 
@@ -245,6 +247,18 @@ class Run:
         budgets = self._budgets(0)
         return None if budgets is None else sum(self._steps(budget) for budget in budgets)
 
+    def visits_planned(self) -> list[int]:
+        """Sample visits of each window as far as they are known in advance; needs `epochs`."""
+        budgets = self._budgets(0)
+        if budgets is None:
+            raise ConfigError("visits_planned() needs epochs=: the number of passes you will make.")
+        return budgets
+
+    @property
+    def batch_len(self) -> int:
+        """Samples in the batch delivered last."""
+        return 0 if self._batch is None else len(self._batch.ids)
+
     def _steps(self, visits: int) -> int:
         whole, tail = divmod(visits, self.batch_size * self.world)
         return whole + (not self.drop_last and tail >= self.world)
@@ -320,9 +334,7 @@ class Run:
         batch = self._batch_of(None)
         _check_losses("pick", losses, len(batch.ids))
         logits, targets = self._usable(losses, logits, targets)
-        self._recorder.record(
-            batch.ids, losses, logits, targets, window=batch.window, trained=False, hint=batch.hint
-        )
+        self._recorder.record(batch.ids, losses, logits, targets, window=batch.window, trained=False, hint=batch.hint)
         generator = torch_generator(self.seed, PICK, batch.window, batch.number, self.rank)
         batch.kept = pick_positions(
             self._recent.percentile(losses), max(1, round(share * len(losses))), power, generator
@@ -335,7 +347,9 @@ class Run:
                 raise LossError("loss() was called before a batch was delivered; iterate first, or pass ids=.")
             return self._batch
         if ids.dtype not in (torch.int64, torch.int32) or ids.dim() != 1:
-            raise LossError(f"ids are {ids.dtype} of shape {tuple(ids.shape)}; pass the int64 ids that came with the batch.")
+            raise LossError(
+                f"ids are {ids.dtype} of shape {tuple(ids.shape)}; pass the int64 ids that came with the batch."
+            )
         array = ids.detach().cpu().numpy().astype(np.int64)
         if self._batch is not None and np.array_equal(array, self._batch.ids):
             return self._batch
@@ -344,7 +358,9 @@ class Run:
         spots = np.flatnonzero(self._shard.plan.ids == array[0])
         number = int(np.searchsorted(self._shard.start, spots[0], side="right")) - 1 if len(spots) else -1
         if number < 0 or not np.array_equal(self._shard.ids(number), array):
-            raise LossError("These ids are not a batch of this window, in its order; pass them on as they were delivered.")
+            raise LossError(
+                "These ids are not a batch of this window, in its order; pass them on as they were delivered."
+            )
         return _Batch(self._shard.plan.window, number, array)
 
     def _usable(
@@ -430,7 +446,9 @@ class Run:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict()` was taken: the next iteration delivers the rest of that window."""
         if state.get("version") != STATE_VERSION:
-            raise StateError(f"This state has version {state.get('version')!r}; this salience reads version {STATE_VERSION}.")
+            raise StateError(
+                f"This state has version {state.get('version')!r}; this salience reads version {STATE_VERSION}."
+            )
         for key, mine, advice in (
             ("population", self.n, "resume with the data set it was made from"),
             ("world", self.world, "resume with as many ranks"),
@@ -469,7 +487,9 @@ class Run:
     def _warm_start(self, known: Ledger) -> None:
         """Take over what another run learnt; windows of that run mean nothing here."""
         if known.n != self.n:
-            raise StateError(f"The ledger to start from has {known.n} samples, the data set {self.n}; they must be the same.")
+            raise StateError(
+                f"The ledger to start from has {known.n} samples, the data set {self.n}; they must be the same."
+            )
         if self._group is None or self._group.leads_node:
             self._ledger.load_state_dict(known.state_dict())
             self._ledger.last_seen[:] = -1

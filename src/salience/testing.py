@@ -1,7 +1,7 @@
 """The conformance kit: what every plug-in must do, ours and yours.
 
-    from salience.testing import check_plugin
-    def test_my_score(): check_plugin("scores", my_score)
+from salience.testing import check_plugin
+def test_my_score(): check_plugin("scores", my_score)
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ def _sampler(call: Callable[..., Any], ledger: Ledger, options: dict[str, Any]) 
     assert not len(positions) or (positions.min() >= 0 and positions.max() < N), "a position is out of range"
     card = card_of(call)
     if card.exact:
-        assert len(positions) == 90, f"drew {len(positions)} for a budget of 90; say @card(exact=False) if that is meant"
+        assert len(positions) == 90, (
+            f"drew {len(positions)} for a budget of 90; say @card(exact=False) if that is meant"
+        )
     if card.unbiased:
         assert first.inclusion is not None, "an unbiased sampler states its inclusion probabilities"
     if first.inclusion is not None:

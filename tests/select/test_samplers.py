@@ -57,7 +57,9 @@ def test_the_weighted_gradient_of_an_unbiased_sampler_is_the_full_gradient(name)
         found.append((torch.from_numpy(w).unsqueeze(1) * gradients[draw.positions]).sum(0).numpy() / len(w))
     mean, error = np.mean(found, axis=0), np.std(found, axis=0) / np.sqrt(draws)
     assert (np.abs(mean - full) < 4.5 * error).all()
-    biased = np.mean([gradients[ratio(have, 60, np.random.default_rng(k)).positions].mean(0).numpy() for k in range(50)], 0)
+    biased = np.mean(
+        [gradients[ratio(have, 60, np.random.default_rng(k)).positions].mean(0).numpy() for k in range(50)], 0
+    )
     assert (np.abs(biased - full) > 4.5 * error).any()  # the test can tell
 
 

@@ -24,22 +24,22 @@ COLUMNS: dict[str, Column] = {
     "mean_loss": Column(dtype=np.float32, first=NOTHING, meaning="exponential mean of the loss"),
     "var_loss": Column(dtype=np.float32, first=NOTHING, meaning="exponential variance of the loss"),
     "margin": Column(
-        dtype=np.float32, first=NOTHING, needs_logits=True,
+        dtype=np.float32,
+        first=NOTHING,
+        needs_logits=True,
         meaning="exponential mean of the margin: logit of the label minus the largest other logit",
     ),
     "margin_sum": Column(
         dtype=np.float32, first=0, needs_logits=True, meaning="sum of margins over all visits (AUM = margin_sum / seen)"
     ),
-    "el2n": Column(
-        dtype=np.float16, first=NOTHING, needs_logits=True, meaning="|softmax - one-hot| at the last visit"
-    ),
+    "el2n": Column(dtype=np.float16, first=NOTHING, needs_logits=True, meaning="|softmax - one-hot| at the last visit"),
     "entropy": Column(dtype=np.float16, first=NOTHING, needs_logits=True, meaning="entropy of the softmax, last visit"),
-    "confidence": Column(
-        dtype=np.float16, first=NOTHING, needs_logits=True, meaning="exponential mean of p(label)"
-    ),
+    "confidence": Column(dtype=np.float16, first=NOTHING, needs_logits=True, meaning="exponential mean of p(label)"),
     "guess_p": Column(dtype=np.float16, first=NOTHING, needs_logits=True, meaning="p(guess) at the last visit"),
     "guess": Column(dtype=np.int32, first=-1, needs_logits=True, meaning="class the model gave at the last visit"),
-    "grad_norm": Column(dtype=np.float32, first=NOTHING, meaning="norm of the sample's gradient, where a signal gives it"),
+    "grad_norm": Column(
+        dtype=np.float32, first=NOTHING, meaning="norm of the sample's gradient, where a signal gives it"
+    ),
     "seen": Column(dtype=np.uint16, first=0, meaning="forward passes recorded"),
     "trained": Column(dtype=np.uint16, first=0, meaning="visits that went into a gradient"),
     "right": Column(dtype=np.uint16, first=0, needs_logits=True, meaning="visits at which the model gave the label"),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -45,17 +46,11 @@ class _RichBars:
 
 
 def _rich_terminal() -> bool:
-    if not sys.stdout.isatty():
-        return False
-    try:
-        import rich  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
 
 
 @contextmanager
-def bars() -> Iterator[Bars]:
+def bars() -> Generator[Bars]:
     """Progress bars while the block runs, redrawn at most twice a second."""
     if not _rich_terminal():
         yield _PlainBars()

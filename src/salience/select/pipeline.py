@@ -36,9 +36,7 @@ class Part:
 def _part(kind: str, used: Use) -> Part:
     plugin = find(kind, used.name)
     check_options(kind, used.label, plugin, used.options)
-    return Part(
-        kind=kind, name=used.label, call=plugin, options=used.options, weight=used.weight, card=card_of(plugin)
-    )
+    return Part(kind=kind, name=used.label, call=plugin, options=used.options, weight=used.weight, card=card_of(plugin))
 
 
 class Pipeline:
@@ -106,7 +104,9 @@ class Pipeline:
         forced: Bools | None = None
         notes: list[Note] = []
         for part in self.filters:
-            verdict = self._call(part, lambda part=part: _checked_verdict(part, part.call(view, **part.options), view.n))
+            verdict = self._call(
+                part, lambda part=part: _checked_verdict(part, part.call(view, **part.options), view.n)
+            )
             if verdict is None:
                 continue
             keep, force = verdict.keep, verdict.force

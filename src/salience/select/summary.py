@@ -30,7 +30,7 @@ def summarise(ledger: Ledger, forecast_with: SelectConfig, *, windows: int, seed
         "mean_loss": float(ledger.mean_loss[known].mean()) if known.any() else None,
         "classes": _classes(ledger, known, classified),
         "hardest": [_sample(ledger, int(i)) for i in hardest],
-        "never_learnt": int(len(never)),
+        "never_learnt": len(never),
         "never_learnt_samples": [_sample(ledger, int(i)) for i in never[:SHOWN]],
         "forgotten": int((ledger.forgotten > 0).sum()) if classified.any() else None,
         "forecast": forecast(ledger, forecast_with, windows=windows, seed=seed),
