@@ -100,6 +100,8 @@ class TrainConfig:
     """Images are resized and cropped to this many pixels; 0 takes the first image's shorter side, at most 224."""
     select: str = ""
     """A preset's name or a TOML file; empty observes only."""
+    ledger: str = ""
+    """A ledger (or the folder of a run that has one) to start from: what another run over the same data learnt."""
     workers: int = 2
     seed: int = 0
     device: str = ""

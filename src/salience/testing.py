@@ -88,7 +88,7 @@ def _score(call: Callable[..., Any], ledger: Ledger, options: dict[str, Any]) ->
 def _sampler(call: Callable[..., Any], ledger: Ledger, options: dict[str, Any]) -> None:
     rng = np.random.default_rng(0)
     importance = ((rng.permutation(N) + 0.5) / N).astype(np.float32)
-    have = Candidates(view=_view(ledger), ids=np.arange(N), importance=importance, raw=ledger.mean_loss.copy())
+    have = Candidates(view=_view(ledger), ids=np.arange(N), importance=importance, raw_of_all=ledger.mean_loss.copy())
     first, second = (call(have, 90, np.random.default_rng(7), **options) for _ in range(2))
     assert isinstance(first, Draw), f"a sampler returns a Draw, not {type(first).__name__}"
     np.testing.assert_array_equal(first.positions, second.positions, err_msg="equal generators, different draws")

@@ -22,7 +22,7 @@ def candidates(n: int = N) -> Candidates:
     raw = rng.exponential(size=n).astype(np.float32)
     view = View(Ledger(n), Clock(window=3, windows=10, keep=0.3))
     importance = ((np.argsort(np.argsort(raw)) + 0.5) / n).astype(np.float32)
-    return Candidates(view=view, ids=np.arange(n), importance=importance, raw=raw)
+    return Candidates(view=view, ids=np.arange(n), importance=importance, raw_of_all=raw)
 
 
 UNBIASED = [o.name for o in catalogue("samplers") if card_of(find("samplers", o.name)).unbiased]
@@ -105,7 +105,7 @@ def test_prune_rescale_drops_half_of_the_easy_ones_and_doubles_the_rest_of_them(
 
 def test_equal_importance_is_uniform():
     have = candidates()
-    flat = Candidates(view=have.view, ids=have.ids, importance=np.full(N, 0.5, np.float32), raw=have.raw)
+    flat = Candidates(view=have.view, ids=have.ids, importance=np.full(N, 0.5, np.float32), raw_of_all=have.raw_of_all)
     assert np.allclose(probability(flat, 50, np.random.default_rng(0)).inclusion, 0.25)
 
 

@@ -31,9 +31,10 @@ def class_floor(view: View, *, share: float = 0.05) -> Verdict:
     classes = int(label.max()) + 1
     if classes < 1:
         return Verdict(reason="no classes are known")
-    sizes = np.bincount(label + 1, minlength=classes + 1)
-    members = np.argsort((label + 1).astype(np.uint16 if classes < 2**16 else np.int32), kind="stable")
-    first = np.cumsum(sizes) - sizes
+    key = (label + np.int32(1)).astype(np.uint16 if classes < 2**16 else np.int32)
+    members = np.argsort(key, kind="stable")
+    first = np.searchsorted(key, np.arange(classes + 1, dtype=key.dtype), sorter=members)
+    sizes = np.diff(np.append(first, view.n))
     quota = np.ceil(share * sizes).astype(np.int64)
     quota[0] = 0  # class -1: not known
     within = np.arange(quota.sum()) - np.repeat(np.cumsum(quota) - quota, quota)

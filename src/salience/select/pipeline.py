@@ -87,8 +87,11 @@ class Pipeline:
         budget = max(1, round(clock.keep * ledger.n))
         importance, raw = self._score(view)
         ids, weights = self._draw(view, allowed, forced, importance, raw, budget, rng)
-        order = rng.permutation(len(ids))
-        ids, weights = ids[order], weights[order]
+        if (weights == 1).all():
+            rng.shuffle(ids)
+        else:
+            order = rng.permutation(len(ids))
+            ids, weights = ids[order], weights[order]
         return Plan(
             window=window, population=ledger.n, batch_size=batch_size, drop_last=drop_last,
             ids=ids, weights=weights, importance=importance[ids], level=np.zeros(len(ids), dtype=np.uint8), notes=notes,
@@ -176,7 +179,7 @@ class Pipeline:
         else:
             whole = free is None
             candidates = Candidates(
-                view=view, ids=ids, importance=importance if whole else importance[ids], raw=raw if whole else raw[ids]
+                view=view, ids=ids, importance=importance if whole else importance[ids], raw_of_all=raw
             )
             draw, unbiased = self._sample(candidates, budget, rng)
             inclusion = draw.inclusion

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from salience.select.view import Floats
 
 EXACT_LIMIT = 10_000_000
-_BINS = 1 << 16
+_PIECE = 1 << 22
 
 
 def rank_normalise(score: npt.NDArray[np.floating]) -> Floats:
@@ -24,10 +24,10 @@ def _ordered_keys(score: npt.NDArray[np.floating]) -> npt.NDArray[np.uint32]:
     """uint32 keys in the order of the floats: negative numbers have all bits flipped, others the sign bit."""
     values = score.astype(np.float32)
     values += np.float32(0)  # -0.0 and 0.0 are the same value and must be the same key
-    values[np.isnan(values)] = np.nan  # one positive NaN, above infinity
-    bits = values.view(np.uint32)
-    sign = (bits >> 31).astype(bool)
-    return np.where(sign, ~bits, bits | np.uint32(1 << 31))
+    np.copyto(values, np.float32(np.nan), where=np.isnan(values))  # one positive NaN, above infinity
+    bits = values.view(np.int32)
+    bits ^= (bits >> 31) | np.int32(-(1 << 31))
+    return values.view(np.uint32)
 
 
 def _exact(keys: npt.NDArray[np.uint32]) -> Floats:
@@ -44,17 +44,16 @@ def _exact(keys: npt.NDArray[np.uint32]) -> Floats:
 
 
 def _by_histogram(keys: npt.NDArray[np.uint32]) -> Floats:
-    """Mid-rank of the value's bin. Bins hold equal shares of a sample of the values, so ranks are off by about 1/65536."""
-    sample = np.sort(keys[:: max(1, len(keys) // (16 * _BINS))])
-    edges = np.unique(sample[np.linspace(0, len(sample) - 1, _BINS, dtype=np.int64)])
-    top = (keys >> 16).astype(np.uint16)
-    # The top half of the key narrows the search to a short run of edges; where it is one bin, no search is needed.
-    low = np.searchsorted(edges, np.arange(_BINS, dtype=np.uint32) << 16, side="right").astype(np.int32)
-    high = np.append(low[1:], np.int32(len(edges)))
-    bins = low[top]
-    rest = np.flatnonzero((high - low)[top] > 0)
-    bins[rest] = np.searchsorted(edges, keys[rest], side="right")
-    counts = np.bincount(bins, minlength=len(edges) + 1)
-    above = np.cumsum(counts)
-    middle = ((above - counts / 2) / len(keys)).astype(np.float32)
-    return middle[bins]
+    """Mid-rank of the value's bin; a bin is the values that agree in sign, exponent and 13 bits of fraction.
+
+    Piece by piece, since NumPy turns indices into 64-bit copies and memory fresh from the system is slow.
+    """
+    counts = np.zeros(1 << 22, dtype=np.int64)
+    pieces = [slice(start, start + _PIECE) for start in range(0, len(keys), _PIECE)]
+    for piece in pieces:
+        counts += np.bincount(keys[piece] >> 10, minlength=len(counts))
+    middle = ((np.cumsum(counts) - counts / 2) / len(keys)).astype(np.float32)
+    ranks = np.empty(len(keys), dtype=np.float32)
+    for piece in pieces:
+        ranks[piece] = middle[keys[piece] >> 10]
+    return ranks

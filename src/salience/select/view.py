@@ -76,8 +76,13 @@ class Candidates:
     """int64 [M], ascending."""
     importance: Floats
     """Rank-normalised, in [0, 1], float32 [M]."""
-    raw: Floats
-    """Weighted sum of the scores before normalisation, float32 [M]; NaN where nothing is known."""
+    raw_of_all: Floats
+    """Weighted sum of the scores before normalisation for all samples, float32 [n]; NaN where nothing is known."""
+
+    @property
+    def raw(self) -> Floats:
+        """The raw scores of the candidates, float32 [M]."""
+        return self.raw_of_all[self.ids]
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -1,0 +1,154 @@
+"""What does salience cost when it saves nothing?
+
+Baseline: the plain DataLoader, same items (0.2 ms of work each), same order, in turns within one process; plain against plain
+beside it, to show what the machine's noise alone does to the ratio. Then the parts alone: planning 1.28 M samples
+(100 M with --full), recording a batch of 1024 (flush included), bytes a sample.
+
+Embarrassing would be: loader_ratio over 1.02, plan_ms_1_28m over 150, plan_s_100m over 15, record_us_1024 over 100,
+record_logits_us_1024 over 400, more than 64 bytes a sample.
+
+    python benchmarks/overhead.py [--quick | --full]
+
+The last line of stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+import salience
+from salience.ledger import Ledger, Recorder, bytes_per_sample
+from salience.select import Pipeline, preset
+
+ITEM_SECONDS = 2e-4
+BATCH = 64
+
+
+class Work(Dataset[tuple[Tensor, int]]):
+    """Items that take 0.2 ms of processor time each, as decoding a small image does."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.x = torch.zeros(8)
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        end = time.perf_counter() + ITEM_SECONDS
+        while time.perf_counter() < end:
+            pass
+        return self.x, i % 10
+
+
+def epoch(loader: Iterable[Any], reduce: Callable[[Tensor], Tensor]) -> float:
+    """Seconds for one pass with a loss in every step."""
+    begin = time.perf_counter()
+    for x, _ in loader:
+        reduce(x.sum(1) + 1.0)
+    return time.perf_counter() - begin
+
+
+def loader_ratio(pairs: int, items: int) -> dict[str, Any]:
+    data = Work(items)
+    plain = DataLoader(data, BATCH, shuffle=True, generator=torch.Generator().manual_seed(0))
+    again = DataLoader(data, BATCH, shuffle=True, generator=torch.Generator().manual_seed(0))
+    ours = salience.Loader(data, BATCH, seed=0)
+    epoch(plain, Tensor.mean), epoch(ours, ours.loss)
+    ratios, noise = [], []
+    for k in range(pairs):
+        arms = [("plain", plain, Tensor.mean), ("again", again, Tensor.mean), ("ours", ours, ours.loss)]
+        seconds = {name: epoch(loader, reduce) for name, loader, reduce in arms[k % 3 :] + arms[: k % 3]}
+        ratios.append(seconds["ours"] / seconds["plain"])
+        noise.append(seconds["again"] / seconds["plain"])
+    return {
+        "loader_ratio": round(float(np.median(ratios)), 4),
+        "loader_ratio_interval": interval(ratios),
+        "plain_vs_plain": round(float(np.median(noise)), 4),
+        "plain_vs_plain_interval": interval(noise),
+        "pairs": pairs,
+    }
+
+
+def interval(values: list[float]) -> list[float]:
+    """95% interval of the median, by resampling."""
+    rng = np.random.default_rng(0)
+    medians = np.median(rng.choice(values, (2000, len(values))), axis=1)
+    return [round(float(q), 4) for q in np.quantile(medians, (0.025, 0.975))]
+
+
+def history(n: int) -> Ledger:
+    """A ledger as a few epochs leave it."""
+    ledger, rng = Ledger(n), np.random.default_rng(0)
+    for start in range(0, n, 10_000_000):
+        part = slice(start, min(n, start + 10_000_000))
+        count = part.stop - start
+        ledger.mean_loss[part] = rng.standard_exponential(count, dtype=np.float32)
+        ledger.last_seen[part] = rng.integers(3, 9, count, dtype=np.int32)
+        ledger.label[part] = rng.integers(0, 1000, count, dtype=np.int32)
+    ledger.last_loss[:] = ledger.mean_loss
+    ledger.seen[:] = 5
+    return ledger
+
+
+def plan_seconds(n: int, repeats: int) -> float:
+    ledger, pipeline, took = history(n), Pipeline(preset("default"), strict=True), []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        plan = pipeline.plan(ledger, window=10, windows=30, batch_size=1024, seed=0)
+        took.append(time.perf_counter() - begin)
+        assert len(plan) == pipeline.budget(10, 30, n) or not pipeline.exact
+    return float(np.median(took))
+
+
+def record_us(logits: bool, repeats: int) -> float:
+    """Microseconds a batch of 1024 over a data set of 1.28 M, flush included."""
+    n, size, batches = 1_280_000, 1024, 64
+    rng = np.random.default_rng(0)
+    order = rng.permutation(n)
+    losses, z, y = torch.rand(size), torch.randn(size, 10), torch.randint(0, 10, (size,))
+    ledger = Ledger(n)
+    ledger.label[:] = -1
+    recorder, took = Recorder(ledger), []
+    for repeat in range(repeats + 1):
+        begin = time.perf_counter()
+        for k in range(batches):
+            ids = order[k * size : (k + 1) * size]
+            recorder.record(ids, losses, z if logits else None, y if logits else None, window=repeat)
+        recorder.flush()
+        took.append((time.perf_counter() - begin) / batches * 1e6)
+    return float(np.median(took[1:]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="smaller and within a minute")
+    parser.add_argument("--full", action="store_true", help="also plan 100 M samples (needs about 12 GiB)")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    figures: dict[str, Any] = {}
+    print("loader against plain DataLoader, in turns ...", flush=True)
+    figures |= loader_ratio(pairs=15 if args.quick else 41, items=2048)
+    print("planning 1.28 M samples ...", flush=True)
+    figures["plan_ms_1_28m"] = round(1e3 * plan_seconds(1_280_000, 5 if args.quick else 15), 1)
+    figures["ledger_bytes_per_sample"] = bytes_per_sample()
+    print("recording batches of 1024 ...", flush=True)
+    figures["record_us_1024"] = round(record_us(False, 15), 1)
+    figures["record_logits_us_1024"] = round(record_us(True, 15), 1)
+    if args.full:
+        print("planning 100 M samples ...", flush=True)
+        figures["plan_s_100m"] = round(plan_seconds(100_000_000, 1), 2)
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

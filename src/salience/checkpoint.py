@@ -1,0 +1,119 @@
+"""What a training run leaves in its folder: checkpoints that are whole or not there, and its ledger.
+
+    out/last.pt        the newest checkpoint
+    out/previous.pt    the one before, should the disk have damaged the newest
+    out/ledger.npz     what is known of every sample, written at the end
+    out/run.jsonl      the event log
+
+A checkpoint is read with `weights_only=True` alone: loading one from a stranger runs no code of theirs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from salience.errors import StateError
+
+LAST, PREVIOUS, PART, DAMAGED = "last.pt", "previous.pt", "last.pt.part", "last.pt.damaged"
+LEDGER, LOG = "ledger.npz", "run.jsonl"
+FORMAT = "salience-checkpoint-1"
+
+
+def exists(folder: Path) -> bool:
+    """Whether a run has left a checkpoint here, whole or not."""
+    return any((folder / name).exists() for name in (LAST, PREVIOUS))
+
+
+def make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as cause:
+        raise StateError(
+            f"The folder {str(folder)!r} cannot be made: {cause.strerror or cause}; choose another --out."
+        ) from cause
+
+
+def write(folder: Path, state: Mapping[str, Any]) -> None:
+    """Make `state` the newest checkpoint. A kill at any moment leaves a whole one: the new, or the one before."""
+    part = folder / PART  # one fixed name, so that what a killed run left is overwritten by the next
+    try:
+        with part.open("wb") as file:
+            torch.save({"format": FORMAT, **state}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        if (folder / LAST).exists():
+            os.replace(folder / LAST, folder / PREVIOUS)
+        os.replace(part, folder / LAST)
+        _sync_folder(folder)
+    except (OSError, RuntimeError) as cause:  # torch says RuntimeError where the disk is full
+        part.unlink(missing_ok=True)
+        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause).partition("\n")[0]
+        raise StateError(
+            f"No checkpoint could be written to {str(folder)!r}: {reason}. The one before is intact; free some space "
+            "there and go on with --resume."
+        ) from cause
+
+
+def newest(folder: Path, warn: Callable[[str], None]) -> dict[str, Any]:
+    """The newest checkpoint that is whole. A damaged one is named to `warn` and kept under another name."""
+    damage = ""
+    for name in (LAST, PREVIOUS):
+        path = folder / name
+        if not path.exists():
+            continue
+        try:
+            state = read(path)
+        except StateError as cause:
+            damage = damage or str(cause)
+            continue
+        if damage:  # out of the way: the next checkpoint makes last.pt the previous one, which must be whole
+            os.replace(folder / LAST, folder / DAMAGED)
+            warn(f"{damage} It is kept as {DAMAGED}; going on from {name}, the checkpoint before.")
+        return state
+    if damage:
+        raise StateError(f"{damage} There is no other in {str(folder)!r}; start anew with another --out.")
+    raise StateError(
+        f"There is no checkpoint in {str(folder)!r} to resume from; start without --resume, or check --out."
+    )
+
+
+def read(path: Path) -> dict[str, Any]:
+    """One checkpoint file, never running code from it."""
+    try:
+        state: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except PermissionError as cause:
+        raise StateError(f"The checkpoint {str(path)!r} cannot be read: {cause.strerror}.") from cause
+    except Exception as cause:  # a loader fed with half a file may raise anything
+        raise StateError(f"The checkpoint {str(path)!r} is damaged or half-written.") from cause
+    if not isinstance(state, dict) or "format" not in state:
+        raise StateError(f"{str(path)!r} is not a checkpoint of salience train.")
+    if state["format"] != FORMAT:
+        raise StateError(f"{str(path)!r} has format {state['format']!r}; this salience reads {FORMAT!r}.")
+    return cast("dict[str, Any]", state)
+
+
+def ledger_file(path: str | Path) -> Path:
+    """The ledger at `path`: the file itself, or the one of a run's folder."""
+    path = Path(path)
+    if not path.is_dir():
+        return path
+    if not (path / LEDGER).exists():
+        raise StateError(
+            f"The folder {str(path)!r} holds no {LEDGER}; a run writes it at its end. Finish it with "
+            "`salience train --resume`, or name a ledger file."
+        )
+    return path / LEDGER
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the renames themselves survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

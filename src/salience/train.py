@@ -1,0 +1,350 @@
+"""The training behind `salience train`: an image classifier from a folder or tar, resumed exactly where it was killed.
+
+    each epoch:   for x, y in loader:  crop and flip -> model -> loader.loss -> SGD step -> ProgressLR step
+                  evaluate -> loader.evaluated -> checkpoint
+
+Whatever is random depends on (seed, epoch, batch) alone, so a resumed run ends with the very parameters of one that
+was never stopped.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from salience import checkpoint, models
+from salience import ledger as ledgers
+from salience.config import TrainConfig
+from salience.errors import ConfigError, StateError
+from salience.events import Event, EventLog
+from salience.images.augment import crop_flip
+from salience.images.splits import Split, open_split, pixel_statistics
+from salience.loader import Loader
+from salience.report.console import RATE, Bars, bars, say, table
+from salience.report.observed import render
+from salience.run import resolve
+from salience.schedule import ProgressLR
+from salience.seeds import AUGMENT, torch_generator, torch_seed
+
+MOMENTUM = 0.9
+SAME = ("model", "epochs", "batch_size", "lr", "weight_decay", "size", "seed")
+"""Settings a run cannot change on the way; of `select`, the loader takes care."""
+
+
+def train(config: TrainConfig, saved: Mapping[str, Any] | None = None) -> Tally:
+    """Train as `config` says, from the beginning or from the checkpoint `saved`; say how it goes and what came out."""
+    device = find_device(config.device)
+    folder = Path(config.out)
+    if saved is None and checkpoint.exists(folder):
+        raise StateError(
+            f"{config.out!r} already holds a run; go on with it by --resume, or choose another --out. Nothing was changed."
+        )
+    if not config.data:
+        raise ConfigError("There is nothing to train on: --data takes a folder (class = directory) or a tar of one.")
+    resolve(config.select or None)  # a wrong name is said now, not after a million files were listed
+    _check_model(config)
+    checkpoint.make_folder(folder)
+    with bars() as shown:
+        data = open_split(config.data, size=config.size, progress=lambda done, of: shown.update("listing", done, of))
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        run = Training(config, data, device, saved)
+        run.go()
+    run.finish()
+    return run.tally
+
+
+@dataclass(kw_only=True, slots=True)
+class Tally:
+    """What a run has done so far, over all its processes."""
+
+    visits: int = 0
+    seconds: float = 0.0
+    """From the first batch on, evaluation included."""
+    overhead: float = 0.0
+    """Seconds of them that salience took for itself."""
+    accuracies: list[float] = field(default_factory=list[float])
+    """On the test images, after each epoch."""
+
+
+class Training:
+    """Model, optimizer, schedule and loader of one run, and what their checkpoint holds."""
+
+    def __init__(self, config: TrainConfig, data: Split, device: torch.device, saved: Mapping[str, Any] | None) -> None:
+        rate = config.lr or 0.4 * config.batch_size / 512
+        if saved is not None:
+            _check_fits(saved, replace(config, lr=rate, size=data.size), data)
+        self.config = replace(config, lr=rate, size=data.size, data=str(Path(config.data).expanduser().resolve()))
+        self.data, self.device, self.folder = data, device, Path(config.out)
+        self.tally = Tally(**saved["tally"]) if saved else Tally()
+        self.pixels = saved["pixels"] if saved else pixel_statistics(data.train, len(data))
+        self.shift, self.scale = (torch.tensor(v, device=device).reshape(1, -1, 1, 1) * 255 for v in self.pixels)
+        self.model = build_model(config, len(data.classes), data.size).to(device)
+        if device.type == "cuda":
+            self.model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        self.optimizer = torch.optim.SGD(
+            decayed(self.model, config.weight_decay), lr=rate, momentum=MOMENTUM, nesterov=True
+        )
+        self.loader = self._make_loader(fresh=saved is None)
+        self.test = DataLoader(
+            data.test, batch_size=config.batch_size, generator=torch.Generator(), **self._workers(persistent=True)
+        )
+        self.schedule = ProgressLR(self.optimizer, self.loader, "one_cycle")
+        self.number = 0
+        """Batches of this epoch that are done."""
+        self._before = (self.tally.seconds, self.tally.overhead)
+        if saved is not None:
+            self._restore(saved)
+
+    def _make_loader(self, *, fresh: bool) -> Loader:
+        config = self.config
+        log = EventLog(self.folder / checkpoint.LOG)
+        log.listen(_say_warning)
+        loader = Loader(
+            self.data.train, config.batch_size, epochs=config.epochs, select=config.select or None, seed=config.seed,
+            ledger=checkpoint.ledger_file(config.ledger) if config.ledger and fresh else None, log=log,
+            # Observing, persistent workers would change which numbers the shuffle draws after a resume.
+            **self._workers(persistent=bool(config.select)),
+        )  # fmt: skip
+        known = loader.ledger.label
+        if ((known >= 0) & (known != self.data.labels)).any():
+            raise StateError(f"The ledger {config.ledger!r} has other classes for these images; it is of another data set.")
+        loader.ledger.set_labels(self.data.labels)
+        return loader
+
+    def _workers(self, *, persistent: bool) -> dict[str, Any]:
+        workers = self.config.workers
+        more: dict[str, Any] = {"worker_init_fn": _ignore_interrupts, "persistent_workers": persistent} if workers else {}
+        return {"num_workers": workers, "pin_memory": self.device.type == "cuda", **more}
+
+    # ---------------------------------------------------------------- training
+
+    def go(self) -> None:
+        """Train to the end, with a checkpoint after every epoch."""
+        begin = time.perf_counter()
+        with bars() as shown:
+            while self.loader.epoch < self.config.epochs:
+                epoch = self.loader.epoch
+                loss, accuracy, rate = self._epoch(epoch, begin, shown)
+                shown.update("train", self.loader.progress, 1.0, "evaluating")
+                tested = self.evaluate()
+                self.loader.evaluated(tested)
+                self.tally.accuracies.append(tested)
+                self._clock(begin)
+                self.save()
+                shown.update("train", self.loader.progress, 1.0, f"accuracy {tested:.1%}")
+                say(
+                    f"epoch {epoch + 1:>3}/{self.config.epochs}   loss {loss:.3f}   train {accuracy:.1%}   "
+                    f"test {tested:.1%}   {rate:,.0f} samples/s"
+                )
+
+    def _epoch(self, epoch: int, begin: float, shown: Bars) -> tuple[float, float, float]:
+        """One window of the loader. Returns mean loss, accuracy and samples a second of what was trained here."""
+        self.model.train()
+        losses, right = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
+        count, said, start = 0, 0.0, time.perf_counter()
+        for x, y in self.loader:
+            of_batch, hits = self._step(x, y, epoch)
+            losses += of_batch
+            right += hits
+            count += len(y)
+            self.tally.visits += len(y)
+            self.number += 1
+            if self.config.checkpoint_every and self.number % self.config.checkpoint_every == 0:
+                self._clock(begin)
+                self.save()
+            now = time.perf_counter()
+            if now - said >= RATE:  # reading the sums waits for the device: seldom
+                said = now
+                note = f"epoch {epoch + 1}/{self.config.epochs}  loss {losses.item() / count:.3f}  "
+                note += f"accuracy {right.item() / count:.1%}  {count / (now - start):,.0f} samples/s"
+                shown.update("train", self.loader.progress, 1.0, note)
+        self.number = 0
+        done = max(count, 1)
+        return losses.item() / done, right.item() / done, count / (time.perf_counter() - start)
+
+    def _step(self, x: Tensor, y: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
+        """One batch; returns the sum of its losses and the number it got right, on the device."""
+        place = (self.config.seed, AUGMENT, epoch, self.number)
+        torch.default_generator.manual_seed(torch_seed(*place, 1))  # for a model with dropout
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(torch_seed(*place, 1))
+        x, y = x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+        logits = self._forward(crop_flip(x, torch_generator(*place), pad=self.data.size // 8))
+        losses = F.cross_entropy(logits, y, reduction="none")
+        loss = self.loader.loss(losses, logits, y)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.schedule.step()
+        return losses.detach().sum(), (logits.detach().argmax(1) == y).sum()
+
+    def _forward(self, x: Tensor) -> Tensor:
+        """float32 logits for uint8 images."""
+        x = (x.float() - self.shift) / self.scale
+        if self.device.type == "cuda":
+            x = x.contiguous(memory_format=torch.channels_last)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
+            logits: Tensor = self.model(x)
+        if logits.shape != (len(x), len(self.data.classes)):
+            raise ConfigError(
+                f"Model {self.config.model!r} returned shape {tuple(logits.shape)} for {len(x)} images of "
+                f"{len(self.data.classes)} classes; it must return [{len(x)}, {len(self.data.classes)}]."
+            )
+        return logits.float()
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Share of the test images that the model gets right."""
+        self.model.eval()
+        right = torch.zeros((), device=self.device)
+        for x, y in self.test:
+            guess = self._forward(x.to(self.device, non_blocking=True)).argmax(1)
+            right += (guess == y.to(self.device, non_blocking=True)).sum()
+        return right.item() / self.data.tested
+
+    def _clock(self, begin: float) -> None:
+        seconds, overhead = self._before
+        self.tally.seconds = seconds + time.perf_counter() - begin
+        self.tally.overhead = overhead + self.loader.watch.total
+
+    # ---------------------------------------------------------------- state and result
+
+    def save(self) -> None:
+        """Write a checkpoint."""
+        state = {
+            "config": asdict(self.config),
+            "classes": list(self.data.classes),
+            "names": self.data.names,
+            "pixels": self.pixels,
+            "tally": asdict(self.tally),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "loader": self.loader.state_dict(),
+        }
+        checkpoint.write(self.folder, state)
+
+    def _restore(self, saved: Mapping[str, Any]) -> None:
+        self.loader.load_state_dict(saved["loader"])
+        try:
+            self.model.load_state_dict(saved["model"])
+        except RuntimeError as cause:
+            raise StateError(
+                f"Model {self.config.model!r} has other parameters than the checkpoint; resume with the code it was made "
+                f"with. {str(cause).partition(chr(10))[0]}"
+            ) from cause
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.schedule.load_state_dict(saved["schedule"])
+        self.number = len(saved["loader"]["delivered"])
+        say(f"Going on at epoch {min(self.loader.epoch + 1, self.config.epochs)}, after {self.number} of its batches.")
+
+    def finish(self) -> None:
+        """Write the ledger; show the result and, where nothing was selected, what could have been."""
+        ledgers.save(self.loader.ledger, self.folder / checkpoint.LEDGER)
+        tally, config = self.tally, self.config
+        full = config.epochs * len(self.data)
+        table(
+            f"{config.model} on {len(self.data):,} images of {len(self.data.classes)} classes, "
+            f"tested on {self.data.tested:,}, {self.device}",
+            ("select", "accuracy", "best", "visits", "of all", "seconds", "overhead"),
+            [(
+                config.select or "observe", f"{tally.accuracies[-1]:.2%}", f"{max(tally.accuracies):.2%}",
+                f"{tally.visits:,}", f"{tally.visits / full:.0%}", f"{tally.seconds:.1f}",
+                f"{tally.overhead / max(tally.seconds, 1e-9):.2%}",
+            )],
+        )  # fmt: skip
+        if not config.select:
+            event = self.loader.events.emit("observed", summary=self.loader.summary())
+            say()
+            say(render(event["summary"], names=self.data.classes))
+        say()
+        say(f"In {config.out}: {checkpoint.LAST}, {checkpoint.LEDGER}, {checkpoint.LOG}.")
+
+
+# ---------------------------------------------------------------- the parts
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name, known to be there; for "" the best there is."""
+    if not name:
+        best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        return torch.device(best)
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as cause:
+        raise ConfigError(
+            f"There is no device {name!r} here ({str(cause).partition(chr(10))[0]}); `salience doctor` lists what there is."
+        ) from cause
+    return device
+
+
+def build_model(config: TrainConfig, classes: int, size: int) -> nn.Module:
+    """The model, with parameters that depend on the seed alone; the global generator is left as it was."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # pkg.module:factory may lie right here
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(config.seed)
+        return models.build(config.model, classes, size=size)
+
+
+def decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups: weight decay on matrices and kernels, none on biases and norms."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+def _check_model(config: TrainConfig) -> None:
+    """Say now that a built-in is misspelt; on the meta device a model costs nothing."""
+    if ":" not in config.model:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            models.build(config.model, 2, size=config.size or 32)
+
+
+def _check_fits(saved: Mapping[str, Any], config: TrainConfig, data: Split) -> None:
+    """Raise StateError when the checkpoint is of other data or settings."""
+    if saved["classes"] != list(data.classes):
+        raise StateError(
+            f"The checkpoint in {config.out!r} is of other data: classes {_few(saved['classes'])} there, "
+            f"{_few(data.classes)} here; resume with the same --data, or choose another --out."
+        )
+    if saved["names"] != data.names:
+        raise StateError(
+            f"The checkpoint in {config.out!r} was made from other images: the list of names differs from that of "
+            f"{config.data!r}; resume with the very same data, or choose another --out."
+        )
+    for name in SAME:
+        was, now = saved["config"][name], getattr(config, name)
+        if was != now:
+            raise StateError(
+                f"The checkpoint in {config.out!r} was made with {name} {was!r}, now it is {now!r}; resume with the same, "
+                "or choose another --out."
+            )
+
+
+def _few(names: Any) -> str:
+    shown = ", ".join(repr(name) for name in list(names)[:4])
+    return shown if len(names) <= 4 else f"{shown}, ... ({len(names)})"
+
+
+def _say_warning(event: Event) -> None:
+    if event["kind"] == "warning":
+        say(f"warning: {event['text']}")
+
+
+def _ignore_interrupts(worker: int) -> None:
+    """Ctrl-C reaches workers too; the main process is the one to answer it, and stops them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
