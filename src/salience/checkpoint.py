@@ -11,17 +11,20 @@ A checkpoint is read with `weights_only=True` alone: loading one from a stranger
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from salience.config import TrainConfig
 from salience.errors import StateError
 
 LAST, PREVIOUS, PART, DAMAGED = "last.pt", "previous.pt", "last.pt.part", "last.pt.damaged"
 LEDGER, LOG = "ledger.npz", "run.jsonl"
 FORMAT = "salience-checkpoint-1"
+SAME = ("model", "epochs", "batch_size", "lr", "weight_decay", "size", "seed")
+"""Settings a run cannot change on the way; of `select`, the loader takes care."""
 
 
 def exists(folder: Path) -> bool:
@@ -95,6 +98,32 @@ def read(path: Path) -> dict[str, Any]:
     if state["format"] != FORMAT:
         raise StateError(f"{str(path)!r} has format {state['format']!r}; this salience reads {FORMAT!r}.")
     return cast("dict[str, Any]", state)
+
+
+def check_fits(saved: Mapping[str, Any], config: TrainConfig, classes: Sequence[str], names: int) -> None:
+    """Raise StateError when the checkpoint is of other data or settings."""
+    if saved["classes"] != list(classes):
+        raise StateError(
+            f"The checkpoint in {config.out!r} is of other data: classes {_few(saved['classes'])} there, "
+            f"{_few(classes)} here; resume with the same --data, or choose another --out."
+        )
+    if saved["names"] != names:
+        raise StateError(
+            f"The checkpoint in {config.out!r} was made from other images: the list of names differs from that of "
+            f"{config.data!r}; resume with the very same data, or choose another --out."
+        )
+    for name in SAME:
+        was, now = saved["config"][name], getattr(config, name)
+        if was != now:
+            raise StateError(
+                f"The checkpoint in {config.out!r} was made with {name} {was!r}, now it is {now!r}; resume with the same, "
+                "or choose another --out."
+            )
+
+
+def _few(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:4])
+    return shown if len(names) <= 4 else f"{shown}, ... ({len(names)})"
 
 
 def ledger_file(path: str | Path) -> Path:

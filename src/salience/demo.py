@@ -51,7 +51,9 @@ def main(*, samples: int = 0, epochs: int = 0, seed: int = 0, quick: bool = Fals
     """Run the demo; `quick` is a smoke test of a few seconds."""
     samples, epochs = samples or (1000 if quick else 10_000), epochs or (4 if quick else 12)
     begin = time.perf_counter()
-    say(f"salience demo: {samples:,} rendered digits; 15% near-copies, 5% wrong labels, 10% hard ones (known, not told).\n")
+    say(
+        f"salience demo: {samples:,} rendered digits; 15% near-copies, 5% wrong labels, 10% hard ones (known, not told).\n"
+    )
     with bars() as shown:
         train, test = (
             render(
@@ -158,7 +160,9 @@ def show(arms: list[Arm], train: Glyphs, seconds: float) -> None:
     table("Clean test accuracy and what it cost", head, rows, strong=len(arms) - 1)
     say(f"\n{verdict(*arms)}")
     found = _never_learnt_wrong(arms[0], train)
-    say(f"{found}\nThe whole demo took {seconds:.0f} s. Next: README.md, or `salience train --help` for your own images.")
+    say(
+        f"{found}\nThe whole demo took {seconds:.0f} s. Next: README.md, or `salience train --help` for your own images."
+    )
 
 
 def verdict(full: Arm, shorter: Arm, ours: Arm) -> str:

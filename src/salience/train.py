@@ -37,8 +37,6 @@ from salience.schedule import ProgressLR
 from salience.seeds import AUGMENT, torch_generator, torch_seed
 
 MOMENTUM = 0.9
-SAME = ("model", "epochs", "batch_size", "lr", "weight_decay", "size", "seed")
-"""Settings a run cannot change on the way; of `select`, the loader takes care."""
 
 
 def train(config: TrainConfig, saved: Mapping[str, Any] | None = None) -> Tally:
@@ -82,7 +80,7 @@ class Training:
     def __init__(self, config: TrainConfig, data: Split, device: torch.device, saved: Mapping[str, Any] | None) -> None:
         rate = config.lr or 0.4 * config.batch_size / 512
         if saved is not None:
-            _check_fits(saved, replace(config, lr=rate, size=data.size), data)
+            checkpoint.check_fits(saved, replace(config, lr=rate, size=data.size), data.classes, data.checksum)
         self.config = replace(config, lr=rate, size=data.size, data=str(Path(config.data).expanduser().resolve()))
         self.data, self.device, self.folder = data, device, Path(config.out)
         self.tally = Tally(**saved["tally"]) if saved else Tally()
@@ -112,18 +110,23 @@ class Training:
         loader = Loader(
             self.data.train, config.batch_size, epochs=config.epochs, select=config.select or None, seed=config.seed,
             ledger=checkpoint.ledger_file(config.ledger) if config.ledger and fresh else None, log=log,
-            # Observing, persistent workers would change which numbers the shuffle draws after a resume.
-            **self._workers(persistent=bool(config.select)),
+            # Not persistent: when observing, a resumed shuffle would then draw other numbers; and a Loader is part of
+            # reference cycles, whose collection waits five seconds for each worker that is still there.
+            **self._workers(persistent=False),
         )  # fmt: skip
         known = loader.ledger.label
         if ((known >= 0) & (known != self.data.labels)).any():
-            raise StateError(f"The ledger {config.ledger!r} has other classes for these images; it is of another data set.")
+            raise StateError(
+                f"The ledger {config.ledger!r} has other classes for these images; it is of another data set."
+            )
         loader.ledger.set_labels(self.data.labels)
         return loader
 
     def _workers(self, *, persistent: bool) -> dict[str, Any]:
         workers = self.config.workers
-        more: dict[str, Any] = {"worker_init_fn": _ignore_interrupts, "persistent_workers": persistent} if workers else {}
+        more: dict[str, Any] = (
+            {"worker_init_fn": _ignore_interrupts, "persistent_workers": persistent} if workers else {}
+        )
         return {"num_workers": workers, "pin_memory": self.device.type == "cuda", **more}
 
     # ---------------------------------------------------------------- training
@@ -165,8 +168,9 @@ class Training:
             now = time.perf_counter()
             if now - said >= RATE:  # reading the sums waits for the device: seldom
                 said = now
-                note = f"epoch {epoch + 1}/{self.config.epochs}  loss {losses.item() / count:.3f}  "
-                note += f"accuracy {right.item() / count:.1%}  {count / (now - start):,.0f} samples/s"
+                # Short, so that beside it a bar fits into 80 columns.
+                note = f"{epoch + 1}/{self.config.epochs} loss {losses.item() / count:.3f} "
+                note += f"acc {right.item() / count:.1%} {count / (now - start):,.0f}/s"
                 shown.update("train", self.loader.progress, 1.0, note)
         self.number = 0
         done = max(count, 1)
@@ -177,7 +181,7 @@ class Training:
         place = (self.config.seed, AUGMENT, epoch, self.number)
         torch.default_generator.manual_seed(torch_seed(*place, 1))  # for a model with dropout
         if self.device.type == "cuda":
-            torch.cuda.manual_seed(torch_seed(*place, 1))
+            torch.cuda.default_generators[self.device.index].manual_seed(torch_seed(*place, 1))
         x, y = x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
         logits = self._forward(crop_flip(x, torch_generator(*place), pad=self.data.size // 8))
         losses = F.cross_entropy(logits, y, reduction="none")
@@ -224,7 +228,7 @@ class Training:
         state = {
             "config": asdict(self.config),
             "classes": list(self.data.classes),
-            "names": self.data.names,
+            "names": self.data.checksum,
             "pixels": self.pixels,
             "tally": asdict(self.tally),
             "model": self.model.state_dict(),
@@ -267,6 +271,10 @@ class Training:
             event = self.loader.events.emit("observed", summary=self.loader.summary())
             say()
             say(render(event["summary"], names=self.data.classes))
+            say()
+            say("Files of the hardest samples:")
+            for sample in event["summary"]["hardest"][:8]:
+                say(f"  sample {sample['id']:>8}: {self.data.name(sample['id'])}")
         say()
         say(f"In {config.out}: {checkpoint.LAST}, {checkpoint.LEDGER}, {checkpoint.LOG}.")
 
@@ -277,16 +285,13 @@ class Training:
 def find_device(name: str) -> torch.device:
     """The device of that name, known to be there; for "" the best there is."""
     if not name:
-        best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-        return torch.device(best)
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
+        return torch.empty(1, device=name).device  # with its number, where it has one
     except (RuntimeError, AssertionError, NotImplementedError) as cause:
         raise ConfigError(
             f"There is no device {name!r} here ({str(cause).partition(chr(10))[0]}); `salience doctor` lists what there is."
         ) from cause
-    return device
 
 
 def build_model(config: TrainConfig, classes: int, size: int) -> nn.Module:
@@ -312,32 +317,6 @@ def _check_model(config: TrainConfig) -> None:
     if ":" not in config.model:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             models.build(config.model, 2, size=config.size or 32)
-
-
-def _check_fits(saved: Mapping[str, Any], config: TrainConfig, data: Split) -> None:
-    """Raise StateError when the checkpoint is of other data or settings."""
-    if saved["classes"] != list(data.classes):
-        raise StateError(
-            f"The checkpoint in {config.out!r} is of other data: classes {_few(saved['classes'])} there, "
-            f"{_few(data.classes)} here; resume with the same --data, or choose another --out."
-        )
-    if saved["names"] != data.names:
-        raise StateError(
-            f"The checkpoint in {config.out!r} was made from other images: the list of names differs from that of "
-            f"{config.data!r}; resume with the very same data, or choose another --out."
-        )
-    for name in SAME:
-        was, now = saved["config"][name], getattr(config, name)
-        if was != now:
-            raise StateError(
-                f"The checkpoint in {config.out!r} was made with {name} {was!r}, now it is {now!r}; resume with the same, "
-                "or choose another --out."
-            )
-
-
-def _few(names: Any) -> str:
-    shown = ", ".join(repr(name) for name in list(names)[:4])
-    return shown if len(names) <= 4 else f"{shown}, ... ({len(names)})"
 
 
 def _say_warning(event: Event) -> None:

@@ -9,7 +9,7 @@ import torch
 from salience.errors import Misattributed
 from salience.ledger import Ledger, Recorder
 from salience.ledger.recorder import HOLD
-from salience.ledger.statistics import LOGIT_ROWS, reduce_batch
+from salience.ledger.statistics import LOGIT_ROWS, finish, reduce_batch
 
 
 def test_statistics_match_their_formulas():
@@ -19,11 +19,12 @@ def test_statistics_match_their_formulas():
         y = torch.randint(0, classes, (32,), generator=g)
         losses = torch.nn.functional.cross_entropy(z, y, reduction="none")
         names, values = reduce_batch(losses, z, y)
-        got = dict(zip(names, values, strict=True))
+        assert names == LOGIT_ROWS
+        rows = finish(dict(zip(names, values.numpy(), strict=True)))
+        got = {name: torch.from_numpy(row) for name, row in rows.items()}
         p = z.softmax(1)
         onehot = torch.nn.functional.one_hot(y, classes)
         others = z.masked_fill(onehot.bool(), float("-inf")).amax(1)
-        assert names == LOGIT_ROWS
         torch.testing.assert_close(got["margin"], z[range(32), y] - others)
         torch.testing.assert_close(got["el2n"], (p - onehot).norm(dim=1))
         torch.testing.assert_close(got["entropy"], torch.distributions.Categorical(p).entropy())

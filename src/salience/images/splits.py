@@ -31,11 +31,22 @@ class Split:
     """Number of images to test on."""
     classes: tuple[str, ...]
     size: int
-    names: int
-    """Checksum of the names of all images to train on: another value, other ids."""
+    source: ImageFolder
+    """What the images to train on are taken from,"""
+    ids: npt.NDArray[np.int64]
+    """int64 [N], and where in it each of them stands."""
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def name(self, i: int) -> str:
+        """Path of image i of those to train on."""
+        return self.source.name(int(self.ids[i]))
+
+    @property
+    def checksum(self) -> int:
+        """Of the names of the images to train on: with another value, ids mean other images."""
+        return zlib.crc32(self.source.listing.names.tobytes())
 
 
 def open_split(path: str, *, size: int = 0, progress: Progress | None = None) -> Split:
@@ -46,7 +57,7 @@ def open_split(path: str, *, size: int = 0, progress: Progress | None = None) ->
         test = ImageFolder(path, split="test", size=train.size, progress=progress)
         return Split(
             train=train, test=test, labels=train.targets, tested=len(test), classes=train.classes, size=train.size,
-            names=_checksum(train),
+            source=train, ids=np.arange(len(train)),
         )  # fmt: skip
     every = ImageFolder(path, size=wanted, progress=progress)
     held = held_out(every.targets)
@@ -61,7 +72,7 @@ def open_split(path: str, *, size: int = 0, progress: Progress | None = None) ->
         train=Subset(every, to_train),  # pyright: ignore[reportArgumentType]
         test=Subset(every, to_test),  # pyright: ignore[reportArgumentType]
         labels=every.targets[to_train], tested=len(to_test), classes=every.classes, size=every.size,
-        names=_checksum(every),
+        source=every, ids=to_train,
     )  # fmt: skip
 
 
@@ -91,7 +102,3 @@ def pixel_statistics(images: Any, count: int, *, samples: int = 512) -> tuple[li
     mean, square = torch.stack(means).mean(0), torch.stack(squares).mean(0)
     std = (square - mean * mean).clamp_min(0).sqrt().clamp_min(1e-3)  # images of one colour have none to divide by
     return mean.tolist(), std.tolist()
-
-
-def _checksum(folder: ImageFolder) -> int:
-    return zlib.crc32(folder.listing.names.tobytes())

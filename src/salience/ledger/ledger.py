@@ -160,7 +160,7 @@ class Ledger:
         self.guess[ids] = guess
         for name in ("guess_p", "el2n", "entropy"):
             self[name][ids] = _half(rows[name])
-        margin = np.clip(rows["margin"], -1e4, 1e4)  # a single class has no other logit: its margin is infinite
+        margin = rows["margin"]
         self.margin[ids] = _smoothed(self.margin[ids], margin)
         self.confidence[ids] = _half(_smoothed(_single(self.confidence[ids]), rows["confidence"]))
         self.margin_sum[ids] += margin * new

@@ -12,7 +12,7 @@ from torch import Tensor
 from salience.errors import Misattributed
 from salience.ledger.exchange import Group
 from salience.ledger.ledger import Ids, Ledger, Rows
-from salience.ledger.statistics import reduce_batch
+from salience.ledger.statistics import finish, reduce_batch
 
 HOLD = 32
 """Batches entered into the ledger together: fewer, larger array operations."""
@@ -184,4 +184,4 @@ def _flags(item: _Pending) -> tuple[int, bool, bool]:
 
 
 def _rows(names: tuple[str, ...], values: np.ndarray) -> Rows:
-    return dict(zip(names, values, strict=True)) if names else {"loss": np.empty(0, dtype=np.float32)}
+    return finish(dict(zip(names, values, strict=True))) if names else {"loss": np.empty(0, dtype=np.float32)}

@@ -16,7 +16,7 @@ from salience.registry import Card, card_of, check_options, find
 from salience.seeds import PLAN, generator
 from salience.select.ranks import rank_normalise
 from salience.select.view import Bools, Candidates, Clock, Draw, Floats, Verdict, View
-from salience.select.weights import loss_weights
+from salience.select.weights import loss_weights, muted_weights
 
 Warn = Callable[[str], None]
 
@@ -31,6 +31,19 @@ class Part:
     options: Mapping[str, Any]
     weight: float
     card: Card
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Sifted:
+    """What all filters together say; masks are bool [n], None where no filter has an opinion."""
+
+    allowed: Bools | None
+    forced: Bools | None
+    mute: Bools | None
+    noise: float | None
+    share: float
+    """The window visits at least this share of the samples."""
+    notes: tuple[Note, ...]
 
 
 def _part(kind: str, used: Use) -> Part:
@@ -83,10 +96,12 @@ class Pipeline:
         clock = Clock(window=window, windows=windows, keep=self.keep(clock))
         view = View(ledger, clock)
         rng = generator(seed, PLAN, window)
-        allowed, forced, notes = self._filter(view)
-        budget = max(1, round(clock.keep * ledger.n))
+        sifted = self._filter(view)
+        budget = max(1, round(max(clock.keep, sifted.share) * ledger.n))
         importance, raw = self._score(view)
-        ids, weights = self._draw(view, allowed, forced, importance, raw, budget, rng)
+        ids, weights = self._draw(view, sifted, importance, raw, budget, rng)
+        if sifted.mute is not None:
+            weights = muted_weights(weights, sifted.mute[ids])
         if (weights == 1).all():
             rng.shuffle(ids)
         else:
@@ -94,17 +109,20 @@ class Pipeline:
             ids, weights = ids[order], weights[order]
         return Plan(
             window=window, population=ledger.n, batch_size=batch_size, drop_last=drop_last,
-            ids=ids, weights=weights, importance=importance[ids], level=np.zeros(len(ids), dtype=np.uint8), notes=notes,
+            ids=ids, weights=weights, importance=importance[ids], level=np.zeros(len(ids), dtype=np.uint8), notes=sifted.notes,
         )  # fmt: skip
 
-    def _filter(self, view: View) -> tuple[Bools | None, Bools | None, tuple[Note, ...]]:
-        """Which samples may be visited and which must be (None: all, none), and what each filter did.
+    def _filter(self, view: View) -> Sifted:
+        """Which samples may be visited, which must be and which are only looked at, and what each filter did.
 
         Filters apply in order: one that leaves samples out overrules what earlier ones forced, one that forces
         overrules what earlier ones left out.
         """
         allowed: Bools | None = None
         forced: Bools | None = None
+        mute: Bools | None = None
+        noise: float | None = None
+        share = 0.0
         notes: list[Note] = []
         for part in self.filters:
             verdict = self._call(
@@ -118,6 +136,11 @@ class Pipeline:
                 forced = None if forced is None else forced & keep
             if force is not None:
                 forced = force if forced is None else forced | force
+            if verdict.mute is not None:
+                mute = verdict.mute if mute is None else mute | verdict.mute
+            if verdict.noise is not None:
+                noise = verdict.noise if noise is None or np.isnan(noise) else max(noise, verdict.noise)
+            share = max(share, verdict.share or 0.0)
             notes.append(
                 Note(
                     name=part.name,
@@ -129,14 +152,14 @@ class Pipeline:
         if allowed is not None and not allowed.any():
             self._warn("The filters left out every sample; none of them is applied in this window.")
             allowed = None
-        return allowed, forced, tuple(notes)
+        return Sifted(allowed=allowed, forced=forced, mute=mute, noise=noise, share=share, notes=tuple(notes))
 
     def _score(self, view: View) -> tuple[Floats, Floats]:
         """Rank-normalised importance in [0, 1] and the weighted sum of raw scores, float32 [n] each."""
         ranks: list[tuple[float, Floats]] = []
         raw: Floats | None = None
         for part in self.scores:
-            score = self._call(part, lambda part=part: _checked_score(part, part.call(view, **part.options), view.n))
+            score = self._call(part, lambda part=part: _checked_score(part, part.call(view, **part.options), view))
             if score is None or part.weight == 0:
                 continue
             ranks.append((part.weight, rank_normalise(score)))
@@ -152,14 +175,14 @@ class Pipeline:
     def _draw(
         self,
         view: View,
-        allowed: Bools | None,
-        forced: Bools | None,
+        sifted: Sifted,
         importance: Floats,
         raw: Floats,
         budget: int,
         rng: np.random.Generator,
     ) -> tuple[np.ndarray, Floats]:
         """Ids and weights: the forced samples first (the longest waiting, where the budget does not hold all)."""
+        allowed, forced = sifted.allowed, sifted.forced
         musts = np.empty(0, dtype=np.int64) if forced is None else np.flatnonzero(forced)
         if len(musts) > budget:
             waiting = view.age[musts] + rng.random(len(musts))
@@ -179,7 +202,11 @@ class Pipeline:
         else:
             whole = free is None
             candidates = Candidates(
-                view=view, ids=ids, importance=importance if whole else importance[ids], raw_of_all=raw
+                view=view,
+                ids=ids,
+                importance=importance if whole else importance[ids],
+                raw_of_all=raw,
+                noise=sifted.noise,
             )
             draw, unbiased = self._sample(candidates, budget, rng)
             inclusion = draw.inclusion
@@ -223,19 +250,19 @@ class Pipeline:
 def _checked_verdict(part: Part, verdict: Any, n: int) -> Verdict:
     if not isinstance(verdict, Verdict):
         raise PluginError(f"it must return a Verdict, not {type(verdict).__name__}")
-    for name in ("keep", "force"):
+    for name in ("keep", "force", "mute"):
         mask = getattr(verdict, name)
         if mask is not None and (mask.shape != (n,) or mask.dtype != np.bool_):
             raise PluginError(f"Verdict.{name} has shape {mask.shape} of {mask.dtype}; it must be bool [{n}]")
     return verdict
 
 
-def _checked_score(part: Part, score: Any, n: int) -> Floats:
-    score = np.asarray(score)
+def _checked_score(part: Part, score: Any, view: View) -> Floats:
+    score, n = np.asarray(score), view.n
     if score.shape != (n,) or score.dtype.kind not in "fiu":
         raise PluginError(f"it returned shape {score.shape} of {score.dtype}; a score is one number a sample, [{n}]")
     missing = [column for column in part.card.needs if COLUMNS[column].needs_logits]
-    if missing and np.isnan(score).all() and n:
+    if missing and np.isnan(score).all() and not view.unseen.all():
         raise PluginError(f"nothing is known of {', '.join(missing)}; pass logits and targets to loss()")
     return score.astype(np.float32, copy=False)
 

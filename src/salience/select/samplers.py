@@ -18,10 +18,16 @@ def uniform(candidates: Candidates, budget: int, rng: Rng) -> Draw:
     return Draw(positions=choose(rng, len(candidates), budget), inclusion=inclusion)
 
 
-def ratio(candidates: Candidates, budget: int, rng: Rng, *, explore: float = 0.1) -> Draw:
-    """The most important samples, and a share `explore` of the budget drawn at random from the rest (epsilon-greedy)."""
+def ratio(candidates: Candidates, budget: int, rng: Rng, *, explore: float = 0.1, max_noise: float = 0.06) -> Draw:
+    """The most important samples, and a share `explore` of the budget drawn at random from the rest (epsilon-greedy).
+
+    Where a noise filter estimates more than `max_noise` wrong labels, or has not estimated yet, everything is
+    drawn at random: among wrong labels, hardness selects the wrong ones.
+    """
     if not 0 <= explore <= 1:
         raise ConfigError(f"ratio: explore is {explore}; it must be from 0 to 1.")
+    if candidates.noise is not None and not candidates.noise <= max_noise:
+        explore = 1.0
     greedy = budget - round(explore * budget)
     best = top(candidates.importance, greedy)
     rest = np.flatnonzero(~best)

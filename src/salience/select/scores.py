@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from salience.registry import card
 from salience.select.view import Floats, View
 
 
@@ -20,3 +21,57 @@ def ema_loss(view: View) -> Floats:
 def staleness(view: View) -> Floats:
     """Windows since the last visit: what we know least about now."""
     return view.age.astype(np.float32)
+
+
+@card(needs=("el2n",))
+def el2n(view: View) -> Floats:
+    """EL2N: |softmax - one-hot| at the last visit (Paul et al. 2021); bounded, so outliers count less than by loss."""
+    return view.el2n
+
+
+@card(needs=("margin",))
+def margin(view: View) -> Floats:
+    """Small recent margins first: -(z_label - max other z), as an exponential mean."""
+    return -view.margin
+
+
+@card(needs=("margin_sum",))
+def aum(view: View) -> Floats:
+    """Area under the margin, small first: -sum of margins / visits (Pleiss et al. 2020); slower than `margin`."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return (-view.margin_sum / view.seen.astype(np.float32)).astype(np.float32)
+
+
+@card(needs=("forgotten",))
+def forgetting(view: View) -> Floats:
+    """How often it went from right to wrong (Toneva et al. 2019); never-learnt samples count as forgotten at every visit."""
+    events = np.where(view.right > 0, view.forgotten, view.seen).astype(np.float32)
+    return np.where(view.unseen, np.float32(np.nan), events)
+
+
+def variance(view: View) -> Floats:
+    """Exponential variance of the loss: samples whose loss still swings."""
+    return view.var_loss
+
+
+@card(needs=("entropy",))
+def entropy(view: View) -> Floats:
+    """Entropy of the prediction at the last visit: what the model is unsure of, whatever the label says."""
+    return view.entropy
+
+
+@card(needs=("confidence",))
+def confidence(view: View) -> Floats:
+    """Low mean p(label) first: 1 - exponential mean of the label's probability (data maps, Swayamdipta et al. 2020)."""
+    return 1 - view.confidence.astype(np.float32)
+
+
+def ucb(view: View, *, bonus: float = 1.0) -> Floats:
+    """Upper confidence bound: mean loss + bonus * sqrt(log(windows) / visits) (Raju et al. 2021)."""
+    seen = np.maximum(view.seen, 1).astype(np.float32)
+    return view.mean_loss + np.float32(bonus) * np.sqrt(np.float32(np.log(view.clock.window + 2)) / seen)
+
+
+def uncertainty(view: View) -> Floats:
+    """How little the rank of a sample can be trusted: its loss's standard deviation, growing with the windows it waited."""
+    return np.sqrt(view.var_loss) * np.sqrt(np.maximum(view.age, 1).astype(np.float32))

@@ -64,6 +64,12 @@ class Verdict:
     """False = left out of this window, bool [n]; None leaves nothing out."""
     force: Bools | None = None
     """True = visited for certain, budget permitting, even if an earlier filter left it out; bool [n]."""
+    mute: Bools | None = None
+    """True = if visited, then with weight 0: looked at, not learnt from; bool [n]."""
+    noise: float | None = None
+    """Estimated share of wrong labels; NaN where it is still to be estimated, None where the filter has no opinion."""
+    share: float | None = None
+    """The window visits at least this share of the samples, where the life-cycle curve grants less."""
     reason: str = ""
 
 
@@ -76,6 +82,8 @@ class Candidates:
     """int64 [M], ascending."""
     importance: Floats
     """Rank-normalised, in [0, 1], float32 [M]."""
+    noise: float | None = None
+    """The highest estimate of the filters: share of wrong labels; NaN = not estimated yet, None = no filter looks."""
     raw_of_all: Floats
     """Weighted sum of the scores before normalisation for all samples, float32 [n]; NaN where nothing is known."""
 

@@ -1,0 +1,238 @@
+"""The training rig of the accuracy benchmarks: ResNet-9 on CIFAR-10 held on the GPU, one function call a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import salience
+from salience.images.folder import ImageFolder
+from salience.models import build
+from salience.seeds import torch_generator
+from salience.select.noise import noise_rate, suspicion, threshold
+from salience.select.ranks import rank_normalise
+
+Data = dict[str, np.ndarray]
+
+
+def _decode(job: tuple[str, str, str, int, int]) -> np.ndarray:
+    path, split, cache, start, stop = job
+    images = ImageFolder(path, split=split, size=32, cache_dir=Path(cache))
+    return np.stack([images[i][0].numpy() for i in range(start, min(stop, len(images)))])
+
+
+def load(path: str, cache: str = "/tmp/salience-bench") -> Data:
+    """x uint8 [N, 3, 32, 32] and y int64 [N] of both splits, decoded in parallel once and kept as .npz."""
+    kept = Path(cache) / "cifar10.npz"
+    if kept.exists():
+        with np.load(kept) as file:
+            return {name: file[name] for name in file.files}
+    data: Data = {}
+    for split in ("train", "test"):
+        images = ImageFolder(path, split=split, size=32, cache_dir=Path(cache))
+        jobs = [(path, split, cache, k, k + 2000) for k in range(0, len(images), 2000)]
+        with ProcessPoolExecutor(os.cpu_count()) as pool:
+            data[f"{split}_x"] = np.concatenate(list(pool.map(_decode, jobs)))
+        data[f"{split}_y"] = np.asarray(images.targets, dtype=np.int64)
+    np.savez(kept, **data)  # pyright: ignore[reportArgumentType]
+    return data
+
+
+def corrupt(labels: np.ndarray, kind: str, share: float, seed: int, classes: int = 10) -> np.ndarray:
+    """Labels with `share` of them wrong: "symmetric" (any other class) or "pair" (class c becomes c + 1)."""
+    rng = np.random.default_rng((seed, 77))
+    wrong = rng.permutation(len(labels))[: round(share * len(labels))]
+    out = labels.copy()
+    step = rng.integers(1, classes, len(wrong)) if kind == "symmetric" else 1
+    out[wrong] = (labels[wrong] + step) % classes
+    return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """One run."""
+
+    name: str
+    select: Any = None
+    epochs: int = 24
+    seed: int = 0
+    batch_size: int = 256
+    lr: float = 0.2
+    scale: float = 1.0
+    """The model's outputs are multiplied by this."""
+    noise: str = ""
+    share: float = 0.0
+    copies: float = 0.0
+    """This share of the training images is replaced by near-copies of others."""
+    pick: float = 0.0
+    """Selective backprop: share of each batch that goes into the gradient."""
+    dump: str = ""
+    """Folder to write ledger columns to after every second epoch."""
+    trace: str = ""
+    more: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+def crop_flip(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Random crop from 4 pixels of reflection and flip, one draw a sample, on the GPU."""
+    n = len(x)
+    padded = F.pad(x, (4, 4, 4, 4), mode="reflect")
+    dx, dy = torch.randint(0, 9, (2, n, 1), device=x.device, generator=generator)
+    columns = torch.arange(32, device=x.device).expand(n, 32)
+    flip = torch.rand(n, 1, device=x.device, generator=generator) < 0.5
+    columns = torch.where(flip, 31 - columns, columns) + dx
+    rows = torch.arange(32, device=x.device) + dy
+    index = torch.arange(n, device=x.device)[:, None, None]
+    return padded.permute(0, 2, 3, 1)[index, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+def near_copies(data: Data, share: float, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Training images of which `share` are near-copies (shifted by a pixel, brighter or darker) of others; copy_of."""
+    rng = np.random.default_rng((seed, 78))
+    x, y = data["train_x"].copy(), data["train_y"].copy()
+    order = rng.permutation(len(x))
+    count = round(share * len(x))
+    copies, originals = order[:count], rng.choice(order[count:], count)
+    moved = np.roll(x[originals], rng.integers(-1, 2), axis=3).astype(np.int16)
+    moved += rng.integers(-6, 7, (count, 1, 1, 1)) + rng.integers(-3, 4, moved.shape)
+    x[copies], y[copies] = np.clip(moved, 0, 255), y[originals]
+    copy_of = np.full(len(x), -1)
+    copy_of[copies] = originals
+    return x, y, copy_of
+
+
+def train(spec: Spec, data: Data, device: str = "cuda") -> dict[str, Any]:
+    """Train once; accuracy on the clean test labels, visits in passes, seconds, what the filter found."""
+    torch.backends.cudnn.benchmark = True
+    truth = data["train_y"]
+    copy_of = None
+    x = data["train_x"]
+    if spec.copies:
+        x, truth, copy_of = near_copies(data, spec.copies, spec.seed)
+    labels = corrupt(truth, spec.noise, spec.share, spec.seed) if spec.noise else truth
+    images = torch.from_numpy(x).to(device)
+    y = torch.from_numpy(labels).to(device)
+    mean, std = (
+        torch.tensor(v, device=device).view(1, 3, 1, 1) * 255 for v in ((0.491, 0.482, 0.447), (0.247, 0.243, 0.262))
+    )
+    with torch.random.fork_rng(devices=[torch.device(device)] if device != "cpu" else []):
+        torch.manual_seed(spec.seed)
+        model = build("resnet9", 10).to(device, memory_format=torch.channels_last)
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decay, "weight_decay": 5e-4}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.SGD(groups, lr=spec.lr, momentum=0.9, nesterov=True, fused=device != "cpu")
+    select = spec.select
+    if isinstance(select, tuple):  # ("oracle", config): a perfect noise filter in front, the ceiling of any
+        select = dataclasses.replace(select[1], filters=(salience.Use(name=_oracle(labels == truth)),))
+    selector = salience.Selector(
+        len(y), batch_size=spec.batch_size, epochs=spec.epochs, select=select, seed=spec.seed, device=device,
+        drop_last=True, trace=spec.trace or None, **spec.more,
+    )  # fmt: skip
+    selector.attach(model)
+    schedule = salience.ProgressLR(optimizer, selector)
+    draws = torch_generator(spec.seed, 9, device=device)
+    forward = backward = 0
+    history: list[Any] = []
+    torch.cuda.synchronize() if device != "cpu" else None
+    begin = time.perf_counter()
+    for epoch in range(spec.epochs):
+        model.train()
+        for ids, _ in selector:
+            inputs = ((crop_flip(images[ids], draws) - mean) / std).contiguous(memory_format=torch.channels_last)
+            targets = y[ids]
+            forward += len(ids)
+            if spec.pick:
+                with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=device != "cpu"):
+                    losses = F.cross_entropy(model(inputs).float() * spec.scale, targets, reduction="none")
+                keep = selector.pick(losses, share=spec.pick)
+                inputs, targets = inputs[keep], targets[keep]
+            with torch.autocast("cuda", torch.bfloat16, enabled=device != "cpu"):
+                logits = model(inputs) * spec.scale
+            losses = F.cross_entropy(logits.float(), targets, reduction="none")
+            loss = selector.loss(losses, logits, targets)
+            backward += len(targets)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+        if spec.noise and epoch % 3 == 2:
+            history.append((epoch, *noise_found(selector, labels != truth).values()))
+        if spec.dump and epoch % 2 == 1:
+            keep_columns(selector, spec, epoch)
+    torch.cuda.synchronize() if device != "cpu" else None
+    seconds = time.perf_counter() - begin
+    return {
+        "name": spec.name, "seed": spec.seed, "noise": f"{spec.noise}{spec.share:g}" if spec.noise else "",
+        "accuracy": round(100 * accuracy(model, data, mean, std, device), 3),
+        "visits": round(forward / len(y), 3), "backward": round(backward / len(y), 3), "seconds": round(seconds, 2),
+        "overhead": {k: round(v, 3) for k, v in selector.watch.seconds.items()},
+        "history": history,
+        **found(selector, labels, truth, copy_of),
+    }  # fmt: skip
+
+
+def _oracle(right: np.ndarray) -> Any:
+    def oracle(view: Any) -> Any:
+        """Knows which labels are right."""
+        return salience.select.Verdict(keep=right if view.clock.time >= 0.3 else None, noise=0.5, reason="knows")
+
+    return oracle
+
+
+def keep_columns(selector: salience.Selector, spec: Spec, epoch: int) -> None:
+    ledger = selector.ledger
+    names = ("last_loss", "mean_loss", "var_loss", "margin", "margin_sum", "confidence", "guess_p", "el2n", "entropy")
+    columns = {name: ledger[name].astype(np.float16) for name in names}
+    columns |= {"guess": ledger.guess.astype(np.int8), "label": ledger.label.astype(np.int8)}
+    columns |= {"forgotten": ledger.forgotten.astype(np.uint8), "right": ledger.right.astype(np.uint8)}
+    Path(spec.dump).mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(f"{spec.dump}/{spec.name}-{epoch:02d}.npz", **columns)  # pyright: ignore[reportArgumentType]
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, data: Data, mean: Tensor, std: Tensor, device: str) -> float:
+    model.eval()
+    right = 0
+    for k in range(0, len(data["test_y"]), 1000):
+        x = (torch.from_numpy(data["test_x"][k : k + 1000]).to(device) - mean) / std
+        with torch.autocast("cuda", torch.bfloat16, enabled=device != "cpu"):
+            guess = (model(x) + model(x.flip(3))).argmax(1)  # the usual mirrored second look
+        right += int((guess.cpu().numpy() == data["test_y"][k : k + 1000]).sum())
+    return right / len(data["test_y"])
+
+
+def found(selector: Any, labels: np.ndarray, truth: np.ndarray, copy_of: np.ndarray | None) -> dict[str, Any]:
+    """What the filters dropped in the last selective window, against the truth."""
+    notes = [e for e in selector.events.recent if e["kind"] == "plan"]
+    out: dict[str, Any] = {"warnings": [e["text"] for e in selector.events.recent if e["kind"] == "warning"][:3]}
+    if (labels != truth).any():
+        out |= noise_found(selector, labels != truth)
+    out["picked"] = [e["picked"] for e in notes]
+    out["notes"] = [[(f["name"], f["dropped"], f["forced"], f["reason"]) for f in e["filters"]] for e in notes[::6]]
+    return out
+
+
+def noise_found(selector: Any, wrong: np.ndarray) -> dict[str, Any]:
+    """How well the noise filter tells wrong labels: AUROC of its suspicion, precision and recall of its verdict."""
+    ledger = selector.ledger
+    s = suspicion(ledger.margin, ledger.label, ledger.guess)
+    suspect = s > threshold(noise_rate(s), 0.06)
+    order = rank_normalise(s) * len(s)
+    n1, n0 = wrong.sum(), (~wrong).sum()
+    auroc = (order[wrong].sum() - n1 * n1 / 2) / (n1 * n0)
+    return {
+        "auroc": round(float(auroc), 4),
+        "noise_rate": round(noise_rate(s), 4),
+        "recall": round(float(suspect[wrong].mean()), 4),
+        "precision": round(float(wrong[suspect].mean()) if suspect.any() else 0.0, 4),
+    }

@@ -1,0 +1,50 @@
+"""The `salience` command: one module a subcommand, whose docstring is its help."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from types import ModuleType
+
+from salience.cli import demo, doctor, plugins, scores, train
+from salience.cli.text import sentence
+from salience.errors import SalienceError
+
+COMMANDS: tuple[ModuleType, ...] = (demo, train, scores, plugins, doctor)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command line. Returns the exit status: 0, 2 for an error with a known cause, 130 for Ctrl-C."""
+    args = parser().parse_args(argv)
+    try:
+        status: int = args.run(args)
+        sys.stdout.flush()
+        return status
+    except SalienceError as error:
+        if args.debug:
+            raise
+        print(f"salience: {sentence(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as stop:
+        if args.debug:
+            raise
+        print(f"salience: {stop or 'interrupted.'}", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # as in `salience plugins | head`: who reads has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def parser() -> argparse.ArgumentParser:
+    from salience import __version__
+
+    made = argparse.ArgumentParser(
+        prog="salience", description="Train on what matters: an importance-aware training accelerator for PyTorch."
+    )
+    made.add_argument("--version", action="version", version=f"salience {__version__}")
+    made.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    commands = made.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add(commands)
+    return made

@@ -1,0 +1,121 @@
+"""Say what this machine has, and what is missing for which feature.
+
+Nothing is changed, and nothing that is missing is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from salience.cli.text import columns, subcommand
+
+
+class Extra(NamedTuple):
+    package: str
+    extra: str
+    purpose: str
+
+
+EXTRAS = (
+    Extra("pillow", "images", "`salience train`, `salience demo`: reading and rendering images"),
+    Extra("rich", "cli", "live progress bars and tables; plain lines without it"),
+)
+SMALL_SHM = 1 << 30
+"""Bytes of /dev/shm below which workers may run out: they hand every batch over through it."""
+
+
+def add(commands: Any) -> None:
+    subcommand(commands, "doctor", __doc__, run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from salience import __version__
+    from salience.report.console import say
+
+    versions = {extra.package: version(extra.package) for extra in EXTRAS}
+    rows = [
+        ("salience", __version__),
+        ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        ("torch", version("torch") or "missing"),
+        ("numpy", version("numpy") or "missing"),
+        *accelerators(),
+        ("CPU cores", cores()),
+        ("memory", _gib(memory())),
+        ("/dev/shm", _gib(shared_memory())),
+        *((name, found or "missing") for name, found in versions.items()),
+    ]
+    say(columns(rows))
+    say()
+    complaints = advice(versions, shared_memory())
+    say("\n".join(complaints) if complaints else "Nothing is missing.")
+    return 0
+
+
+def advice(versions: dict[str, str | None], shm: int | None) -> list[str]:
+    """One line for each thing that is missing, with what to do."""
+    lines = [
+        f"{extra.package} is missing, for {extra.purpose}: pip install 'salience[{extra.extra}]'"
+        for extra in EXTRAS
+        if versions[extra.package] is None
+    ]
+    if shm is not None and shm < SMALL_SHM:
+        lines.append(
+            f"/dev/shm has {_gib(shm)}, and workers hand batches over through it: give a container more "
+            "(docker run --shm-size=8g), or use --workers 0."
+        )
+    return lines
+
+
+def version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def accelerators() -> list[tuple[str, str]]:
+    import torch
+
+    found = [
+        (f"cuda:{i}", f"{torch.cuda.get_device_name(i)}, {_gib(torch.cuda.get_device_properties(i).total_memory)}")
+        for i in range(torch.cuda.device_count())
+    ]
+    if torch.backends.mps.is_available():
+        found.append(("mps", "Apple GPU"))
+    return found or [("accelerator", "none; training runs on the CPU")]
+
+
+def cores() -> str:
+    total = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
+    return str(total) if usable == total else f"{usable} of {total} (this process may not use the others)"
+
+
+def memory() -> int | None:
+    """Bytes of memory this process may use: the machine's, or less in a container."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return None
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def shared_memory() -> int | None:
+    try:
+        room = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    return room.f_blocks * room.f_frsize
+
+
+def _gib(size: int | None) -> str:
+    return "not known" if size is None else f"{size / (1 << 30):,.1f} GiB"

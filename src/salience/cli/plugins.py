@@ -1,0 +1,37 @@
+"""List every plug-in: filters, scores, samplers and curves, built in or installed, with where each comes from.
+
+Installed is not enabled: a plug-in works in a run that names it in `select`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from salience.cli.text import columns, subcommand
+
+
+def add(commands: Any) -> None:
+    subcommand(commands, "plugins", __doc__, run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from salience import registry
+    from salience.report.console import say
+
+    rows = [("kind", "name", "from", "what it does")]
+    for kind in registry.kinds():
+        rows += [(kind, origin.name, origin.package, _about(kind, origin.name)) for origin in registry.catalogue(kind)]
+    say(columns(rows))
+    return 0
+
+
+def _about(kind: str, name: str) -> str:
+    """The first line of the plug-in's docstring; of one that cannot be loaded, why. The others are listed all the same."""
+    from salience import registry
+    from salience.errors import PluginError
+
+    try:
+        return registry.summary(registry.find(kind, name))
+    except PluginError as error:
+        return f"broken: {error}"

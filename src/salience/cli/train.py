@@ -1,0 +1,99 @@
+"""Train an image classifier from a folder (class = directory) or a tar of one.
+
+    salience train --data photos/ --model resnet9 --epochs 10
+    salience train --data photos.tar.gz --select default --out runs/less
+    salience train --resume --out runs/less
+
+Where there is no test split, every tenth image of each class is held out. Without --select training is plain, and
+a report says what could be saved. --resume goes on after a kill with the settings of the run; what is given
+again must be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from salience.cli.text import subcommand
+from salience.config import TrainConfig, read_toml, train_config
+from salience.errors import ConfigError
+
+HELP = {
+    "data": "folder of images (class = directory), or a .tar/.tar.gz of one",
+    "model": "mlp, cnn, resnet9, resnet18, or pkg.module:factory",
+    "epochs": "passes over the data",
+    "batch_size": "images a step",
+    "lr": "peak learning rate; 0 takes 0.4 * batch size / 512",
+    "weight_decay": "weight decay, on weights but not on biases and norms",
+    "size": "pixels of a side; 0 takes the first image's shorter side, at most 224",
+    "select": "preset or TOML file that says which samples to train on; without it, all",
+    "ledger": "ledger, or folder of a run, to start from what it learnt",
+    "workers": "processes that decode images",
+    "seed": "same seed, same run",
+    "device": "cpu, cuda, cuda:1, ...; without it, the best there is",
+    "out": "folder for checkpoints, ledger and event log",
+    "resume": "go on from the newest whole checkpoint in --out",
+    "checkpoint_every": "batches between checkpoints, besides the one after every epoch; 0 takes none",
+}
+
+
+def add(commands: Any) -> None:
+    parser = subcommand(commands, "train", __doc__, run)
+    parser.add_argument("--config", metavar="FILE", help="TOML file with [train] and [select]; the command line wins")
+    for field in fields(TrainConfig):
+        assert field.default is not MISSING
+        flag, text = f"--{field.name.replace('_', '-')}", HELP[field.name]
+        if isinstance(field.default, bool):
+            parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
+            continue
+        usual = "" if field.default in ("", 0) else f" (default: {field.default})"
+        parser.add_argument(
+            flag,
+            type=type(field.default),
+            default=argparse.SUPPRESS,  # only what was given: the rest comes from the file or the checkpoint
+            metavar=field.name.rpartition("_")[2].upper(),
+            help=text + usual,
+        )
+
+
+def run(args: argparse.Namespace) -> int:
+    given = _from_file(args.config) if args.config else {}
+    given |= {f.name: getattr(args, f.name) for f in fields(TrainConfig) if hasattr(args, f.name)}
+    config = train_config(given)
+
+    from salience import checkpoint  # and with it torch: not before the options are known to make sense
+    from salience.report.console import say
+    from salience.train import train
+
+    saved = None
+    if config.resume:
+        saved = checkpoint.newest(Path(config.out), say)
+        config = train_config({**saved["config"], **given})
+    try:
+        train(config, saved)
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(_advice(config, checkpoint.exists(Path(config.out)))) from stop
+    return 0
+
+
+def _from_file(path: str) -> dict[str, Any]:
+    """The [train] table, and the file itself as `select` where it has a [select] table."""
+    tables = read_toml(path)
+    given = dict(tables.get("train", {}))
+    if "select" in tables:
+        if given.get("select"):
+            raise ConfigError(
+                f"{path!r} has train.select = {given['select']!r} and a [select] table; keep one of them."
+            )
+        if not path.endswith(".toml"):
+            raise ConfigError(f"{path!r} has a [select] table, so its name must end in .toml; rename it.")
+        given["select"] = str(Path(path).resolve())
+    return given
+
+
+def _advice(config: TrainConfig, has_checkpoint: bool) -> str:
+    if not has_checkpoint:
+        return "interrupted before the first checkpoint; there is nothing to go on from."
+    return f"interrupted; go on from the last checkpoint with: salience train --resume --out {config.out}"

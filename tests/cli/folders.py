@@ -1,0 +1,35 @@
+"""Small image folders, and the command run as a user runs it, for the tests of the command line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from PIL import Image
+
+from salience.images.glyphs import SYMBOLS, render
+
+COMMAND = Path(sys.executable).with_name("salience")
+
+
+def photos(root: Path, n: int = 48, *, classes: int = 4, size: int = 16, prefix: str = "") -> Path:
+    """`n` rendered images under root/<class>/, the class a glyph with `prefix` before it."""
+    glyphs = render(n, classes=classes, size=size, copies=0, wrong=0)
+    for i, (image, label) in enumerate(zip(glyphs.images, glyphs.labels, strict=True)):
+        folder = root / f"{prefix}{SYMBOLS[label]}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(folder / f"{i:03}.png")
+    return root
+
+
+def salience(*args: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The installed command in a process of its own. Output goes to files: a killed run's workers outlive it a while."""
+    files = [cwd / "stdout.txt", cwd / "stderr.txt"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error::ResourceWarning", **environment}
+    with files[0].open("w") as out, files[1].open("w") as err:
+        done = subprocess.run(
+            [COMMAND, *map(str, args)], cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err, timeout=120
+        )
+    return subprocess.CompletedProcess(done.args, done.returncode, *(file.read_text() for file in files))
