@@ -6,7 +6,7 @@ import dataclasses
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,57 +67,65 @@ class Spec:
     epochs: int = 24
     seed: int = 0
     batch_size: int = 256
-    lr: float = 0.2
-    scale: float = 1.0
+    lr: float = 0.4
+    plain: bool = False
+    """Without salience: a shuffled pass over everything, losses.mean()."""
+    samples: int = 0
+    """Train on the first so many samples of a fixed shuffle; 0 = all."""
+    model: str = "resnet9"
+    flip: bool = True
+    scale: float = 0.125
     """The model's outputs are multiplied by this."""
     noise: str = ""
     share: float = 0.0
-    copies: float = 0.0
-    """This share of the training images is replaced by near-copies of others."""
     pick: float = 0.0
     """Selective backprop: share of each batch that goes into the gradient."""
-    dump: str = ""
-    """Folder to write ledger columns to after every second epoch."""
     trace: str = ""
-    more: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
-def crop_flip(x: Tensor, generator: torch.Generator) -> Tensor:
+class Plain:
+    """The loop without salience, behind the few names the rig uses."""
+
+    def __init__(self, n: int, *, batch_size: int, epochs: int, seed: int, device: str) -> None:
+        self.n, self.batch_size, self.device = n, batch_size, device
+        self.generator = torch.Generator().manual_seed(seed)
+        self.done, self.total = 0, epochs * (n // batch_size)
+
+    @property
+    def progress(self) -> float:
+        return self.done / self.total
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(self.n, generator=self.generator).to(self.device)
+        for start in range(0, self.n - self.batch_size + 1, self.batch_size):
+            self.done += 1
+            yield order[start : start + self.batch_size], None
+
+    def loss(self, losses: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
+        return losses.mean()
+
+
+def crop_flip(x: Tensor, generator: torch.Generator, flips: bool = True) -> Tensor:
     """Random crop from 4 pixels of reflection and flip, one draw a sample, on the GPU."""
     n = len(x)
     padded = F.pad(x, (4, 4, 4, 4), mode="reflect")
     dx, dy = torch.randint(0, 9, (2, n, 1), device=x.device, generator=generator)
     columns = torch.arange(32, device=x.device).expand(n, 32)
-    flip = torch.rand(n, 1, device=x.device, generator=generator) < 0.5
+    flip = torch.rand(n, 1, device=x.device, generator=generator) < (0.5 if flips else 0.0)
     columns = torch.where(flip, 31 - columns, columns) + dx
     rows = torch.arange(32, device=x.device) + dy
     index = torch.arange(n, device=x.device)[:, None, None]
     return padded.permute(0, 2, 3, 1)[index, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
-def near_copies(data: Data, share: float, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Training images of which `share` are near-copies (shifted by a pixel, brighter or darker) of others; copy_of."""
-    rng = np.random.default_rng((seed, 78))
-    x, y = data["train_x"].copy(), data["train_y"].copy()
-    order = rng.permutation(len(x))
-    count = round(share * len(x))
-    copies, originals = order[:count], rng.choice(order[count:], count)
-    moved = np.roll(x[originals], rng.integers(-1, 2), axis=3).astype(np.int16)
-    moved += rng.integers(-6, 7, (count, 1, 1, 1)) + rng.integers(-3, 4, moved.shape)
-    x[copies], y[copies] = np.clip(moved, 0, 255), y[originals]
-    copy_of = np.full(len(x), -1)
-    copy_of[copies] = originals
-    return x, y, copy_of
-
-
 def train(spec: Spec, data: Data, device: str = "cuda") -> dict[str, Any]:
     """Train once; accuracy on the clean test labels, visits in passes, seconds, what the filter found."""
     torch.backends.cudnn.benchmark = True
     truth = data["train_y"]
-    copy_of = None
     x = data["train_x"]
-    if spec.copies:
-        x, truth, copy_of = near_copies(data, spec.copies, spec.seed)
+    if spec.samples:
+        some = np.random.default_rng(79).permutation(len(truth))[: spec.samples]
+        x, truth = x[some], truth[some]
     labels = corrupt(truth, spec.noise, spec.share, spec.seed) if spec.noise else truth
     images = torch.from_numpy(x).to(device)
     y = torch.from_numpy(labels).to(device)
@@ -126,7 +134,7 @@ def train(spec: Spec, data: Data, device: str = "cuda") -> dict[str, Any]:
     )
     with torch.random.fork_rng(devices=[torch.device(device)] if device != "cpu" else []):
         torch.manual_seed(spec.seed)
-        model = build("resnet9", 10).to(device, memory_format=torch.channels_last)
+        model = build(spec.model, 10).to(device, memory_format=torch.channels_last)
     decay = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": decay, "weight_decay": 5e-4}, {"params": rest, "weight_decay": 0.0}]
@@ -134,11 +142,12 @@ def train(spec: Spec, data: Data, device: str = "cuda") -> dict[str, Any]:
     select = spec.select
     if isinstance(select, tuple):  # ("oracle", config): a perfect noise filter in front, the ceiling of any
         select = dataclasses.replace(select[1], filters=(salience.Use(name=_oracle(labels == truth)),))
-    selector = salience.Selector(
-        len(y), batch_size=spec.batch_size, epochs=spec.epochs, select=select, seed=spec.seed, device=device,
-        drop_last=True, trace=spec.trace or None, **spec.more,
-    )  # fmt: skip
-    selector.attach(model)
+    selector: Any = Plain(len(y), batch_size=spec.batch_size, epochs=spec.epochs, seed=spec.seed, device=device)
+    if not spec.plain:
+        selector = salience.Selector(
+            len(y), batch_size=spec.batch_size, epochs=spec.epochs, select=select, seed=spec.seed, device=device,
+            drop_last=True, trace=spec.trace or None,
+        )  # fmt: skip
     schedule = salience.ProgressLR(optimizer, selector)
     draws = torch_generator(spec.seed, 9, device=device)
     forward = backward = 0
@@ -148,7 +157,9 @@ def train(spec: Spec, data: Data, device: str = "cuda") -> dict[str, Any]:
     for epoch in range(spec.epochs):
         model.train()
         for ids, _ in selector:
-            inputs = ((crop_flip(images[ids], draws) - mean) / std).contiguous(memory_format=torch.channels_last)
+            inputs = ((crop_flip(images[ids], draws, spec.flip) - mean) / std).contiguous(
+                memory_format=torch.channels_last
+            )
             targets = y[ids]
             forward += len(ids)
             if spec.pick:
@@ -165,19 +176,16 @@ def train(spec: Spec, data: Data, device: str = "cuda") -> dict[str, Any]:
             loss.backward()
             optimizer.step()
             schedule.step()
-        if spec.noise and epoch % 3 == 2:
+        if spec.noise and not spec.plain and epoch % 3 == 2:
             history.append((epoch, *noise_found(selector, labels != truth).values()))
-        if spec.dump and epoch % 2 == 1:
-            keep_columns(selector, spec, epoch)
     torch.cuda.synchronize() if device != "cpu" else None
     seconds = time.perf_counter() - begin
     return {
         "name": spec.name, "seed": spec.seed, "noise": f"{spec.noise}{spec.share:g}" if spec.noise else "",
         "accuracy": round(100 * accuracy(model, data, mean, std, device), 3),
         "visits": round(forward / len(y), 3), "backward": round(backward / len(y), 3), "seconds": round(seconds, 2),
-        "overhead": {k: round(v, 3) for k, v in selector.watch.seconds.items()},
         "history": history,
-        **found(selector, labels, truth, copy_of),
+        **({} if spec.plain else found(selector, labels, truth)),
     }  # fmt: skip
 
 
@@ -187,16 +195,6 @@ def _oracle(right: np.ndarray) -> Any:
         return salience.select.Verdict(keep=right if view.clock.time >= 0.3 else None, noise=0.5, reason="knows")
 
     return oracle
-
-
-def keep_columns(selector: salience.Selector, spec: Spec, epoch: int) -> None:
-    ledger = selector.ledger
-    names = ("last_loss", "mean_loss", "var_loss", "margin", "margin_sum", "confidence", "guess_p", "el2n", "entropy")
-    columns = {name: ledger[name].astype(np.float16) for name in names}
-    columns |= {"guess": ledger.guess.astype(np.int8), "label": ledger.label.astype(np.int8)}
-    columns |= {"forgotten": ledger.forgotten.astype(np.uint8), "right": ledger.right.astype(np.uint8)}
-    Path(spec.dump).mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(f"{spec.dump}/{spec.name}-{epoch:02d}.npz", **columns)  # pyright: ignore[reportArgumentType]
 
 
 @torch.no_grad()
@@ -211,12 +209,13 @@ def accuracy(model: nn.Module, data: Data, mean: Tensor, std: Tensor, device: st
     return right / len(data["test_y"])
 
 
-def found(selector: Any, labels: np.ndarray, truth: np.ndarray, copy_of: np.ndarray | None) -> dict[str, Any]:
-    """What the filters dropped in the last selective window, against the truth."""
+def found(selector: Any, labels: np.ndarray, truth: np.ndarray) -> dict[str, Any]:
+    """Seconds of salience's own, what the filters dropped, and how that compares with the truth."""
     notes = [e for e in selector.events.recent if e["kind"] == "plan"]
     out: dict[str, Any] = {"warnings": [e["text"] for e in selector.events.recent if e["kind"] == "warning"][:3]}
     if (labels != truth).any():
         out |= noise_found(selector, labels != truth)
+    out["overhead"] = {k: round(v, 3) for k, v in selector.watch.seconds.items()}
     out["picked"] = [e["picked"] for e in notes]
     out["notes"] = [[(f["name"], f["dropped"], f["forced"], f["reason"]) for f in e["filters"]] for e in notes[::6]]
     return out
@@ -226,7 +225,7 @@ def noise_found(selector: Any, wrong: np.ndarray) -> dict[str, Any]:
     """How well the noise filter tells wrong labels: AUROC of its suspicion, precision and recall of its verdict."""
     ledger = selector.ledger
     s = suspicion(ledger.margin, ledger.label, ledger.guess)
-    suspect = s > threshold(noise_rate(s), 0.06)
+    suspect = s > threshold(noise_rate(s), 0.06, 0.75)
     order = rank_normalise(s) * len(s)
     n1, n0 = wrong.sum(), (~wrong).sum()
     auroc = (order[wrong].sum() - n1 * n1 / 2) / (n1 * n0)

@@ -38,7 +38,7 @@ def test_a_newer_log_is_refused_with_advice(tmp_path):
 
 
 def test_a_run_logs_its_config_plans_and_windows(problem, tmp_path):
-    loader = salience.Loader(problem, 64, epochs=3, select="default", log=tmp_path / "run.jsonl")
+    loader = salience.Loader(problem, 64, epochs=3, select="epsilon_greedy", log=tmp_path / "run.jsonl")
     for _ in range(3):
         for x, _ in loader:
             loader.loss(x.sum(1))

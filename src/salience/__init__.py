@@ -1,5 +1,6 @@
 """salience: train on what matters. An importance-aware training accelerator for PyTorch."""
 
+from salience._version import __version__
 from salience.config import SelectConfig, Use
 from salience.errors import (
     BrokenSample,
@@ -14,8 +15,6 @@ from salience.errors import (
 )
 from salience.ledger import Ledger
 from salience.plan import Plan, Trace
-
-__version__ = "0.1.0"
 
 from salience.loader import Loader
 from salience.schedule import ProgressLR

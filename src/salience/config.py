@@ -131,7 +131,7 @@ def train_config(table: Mapping[str, Any]) -> TrainConfig:
     for name in ("epochs", "batch_size"):
         if getattr(config, name) < 1:
             raise ConfigError(f"train.{name} is {getattr(config, name)}; it must be at least 1.")
-    for name in ("lr", "weight_decay", "size", "workers", "checkpoint_every"):
+    for name in ("seed", "lr", "weight_decay", "size", "workers", "checkpoint_every"):
         if getattr(config, name) < 0:
             raise ConfigError(f"train.{name} is {getattr(config, name)}; it must be at least 0.")
     return config

@@ -78,7 +78,6 @@ class Loader(Run):
             generator=self._worker_generator,
             **dataloader,
         )
-        self._started = False
 
     @property
     def num_workers(self) -> int:
@@ -94,7 +93,6 @@ class Loader(Run):
         # Persistent workers keep the seed of the first window, as in a plain DataLoader.
         seeds = not (self._started and self._inner.persistent_workers)
         shard = self._open_window(draws_worker_seed=seeds)
-        self._started = True
         if self._config is None:
             self._worker_generator.set_state(self._shuffle_state)
         else:

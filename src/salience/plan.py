@@ -180,12 +180,14 @@ class Trace:
     def __len__(self) -> int:
         return len(list(self.folder.glob("window-*.npz")))
 
-    def check(self, population: int) -> None:
-        """Raise StateError unless the trace holds plans over `population` samples."""
+    def check(self, population: int, windows: int | None = None) -> None:
+        """Raise StateError unless the trace holds plans over `population` samples for `windows` windows."""
         if not len(self):
             raise StateError(
                 f"There are no plans in {str(self.folder)!r}; record a trace with trace={str(self.folder)!r}."
             )
+        if windows is not None and len(self) < windows:
+            raise StateError(f"The trace {str(self.folder)!r} holds {len(self)} windows; epochs is {windows}.")
         found = self.read(0).population
         if found != population:
             raise StateError(f"The trace {str(self.folder)!r} is over {found} samples, this data set has {population}.")

@@ -43,6 +43,8 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "threshold": "salience.select.samplers:threshold",
         "probability": "salience.select.samplers:probability",
         "prune_rescale": "salience.select.samplers:prune_rescale",
+        "hide": "salience.select.samplers:hide",
+        "window": "salience.select.samplers:window",
     },
     "curves": {
         "constant": "salience.select.curves:constant",

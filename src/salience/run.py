@@ -7,8 +7,10 @@ close a window:  events, next window
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import RandomSampler
 
 from salience import ledger as ledgers
+from salience._version import __version__
 from salience.config import SelectConfig, read_toml
 from salience.errors import ConfigError, LossError, StateError
 from salience.events import EventLog
@@ -47,7 +50,10 @@ def resolve(select: Select) -> SelectConfig | Trace | None:
     if isinstance(select, str):
         if not select.endswith(".toml"):
             return preset(select)
-        table = dict(read_toml(select).get("select", {}))
+        tables = read_toml(select)
+        if "select" not in tables:
+            raise ConfigError(f"{select!r} has no [select] table; write one, or name a preset.")
+        table = dict(tables["select"])
     else:
         table = dict(select)
     return preset(table.pop("preset", "default")).merged(table)
@@ -106,13 +112,16 @@ class Run:
         self._recorder = Recorder(self._ledger, self._group)
         self._pipeline: Pipeline | None = None
         if isinstance(self._config, SelectConfig):
-            self._pipeline = Pipeline(self._config, strict=strict, warn=self._warn)
+            self._pipeline = Pipeline(self._config, strict=strict, warn=functools.partial(warn, self.events))
         elif isinstance(self._config, Trace):
-            self._config.check(n)
+            self._config.check(n, epochs)
         self._trace = None if trace is None else Trace(trace)
         self._generator = generator or torch.Generator().manual_seed(seed)
         self._shuffle: Any = iter(())
         self._shuffle_state: Tensor = self._generator.get_state()
+        self._drew_worker_seed = True
+        self._started = False
+        """Whether a window was opened before, in this process or the one that was resumed."""
         self.epoch = 0
         """The window in progress, or the next one between two windows."""
         self._shard: Shard | None = None
@@ -135,6 +144,7 @@ class Run:
     def _open_window(self, *, draws_worker_seed: bool = True) -> Shard:
         """Make (or, after a resume, take up) the plan of the next window."""
         self._opened_at = time.perf_counter()
+        self._started = True
         if self._resumed and self._shard is not None:
             self._resumed = False
             return self._shard
@@ -171,6 +181,7 @@ class Run:
     def _plain_order(self, draws_worker_seed: bool) -> npt.NDArray[np.int64]:
         """The order in which DataLoader(shuffle=True, generator=g) would deliver, drawing from g what it would draw."""
         self._shuffle_state = self._generator.get_state()
+        self._drew_worker_seed = draws_worker_seed
         if draws_worker_seed:
             torch.empty((), dtype=torch.int64).random_(generator=self._generator)
         self._shuffle = iter(RandomSampler(range(self.n), generator=self._generator))
@@ -385,12 +396,19 @@ class Run:
 
     def _check_needs(self, logits: Tensor | None) -> None:
         self._checked_needs = True
-        for column, plugin in (self._pipeline.needs if self._pipeline else {}).items():
-            if COLUMNS[column].needs_logits and logits is None:
-                raise ConfigError(
-                    f"{plugin!r} reads {column!r}, which needs logits and integer targets: "
-                    "call loader.loss(losses, logits, targets)."
-                )
+        if self._pipeline is None or logits is not None:
+            return
+        for part, column in self._pipeline.needs():
+            if not COLUMNS[column].needs_logits:
+                continue
+            lack = (
+                f"{part.kind[:-1]} {part.name!r} reads {column!r}, which needs logits and integer targets: "
+                "call loader.loss(losses, logits, targets)"
+            )
+            if part.kind != "filters":
+                raise ConfigError(f"{lack}.")
+            self._pipeline.off.add(part.key)
+            self._warn(f"{lack}. Without them this filter is off.")
 
     def _weights_of(self, batch: _Batch, device: torch.device) -> Tensor:
         assert self._shard is not None
@@ -439,6 +457,8 @@ class Run:
             "plan": None if not self._open or self._shard is None else _tensors(self._shard.plan.arrays()),
             "ledger": _tensors(self._ledger.state_dict()),
             "shuffle": (self._generator.get_state() if not self._open else self._shuffle_state).clone(),
+            "drew_worker_seed": self._drew_worker_seed,
+            "started": self._started,
             "recent_losses": None if recent is None else recent.detach().cpu().clone(),
             "switched_off": sorted(self._pipeline.off) if self._pipeline else [],
         }
@@ -463,6 +483,7 @@ class Run:
         if self._group is not None:
             self._group.barrier()
         self.epoch = int(state["epoch"])
+        self._started = bool(state["started"])
         self._generator.set_state(state["shuffle"])
         self._recent.values = state["recent_losses"]
         if self._pipeline is not None:
@@ -471,7 +492,7 @@ class Run:
         if state["plan"] is not None:
             plan = Plan.from_arrays(_arrays(state["plan"]))
             if self._config is None:
-                self._plain_order(draws_worker_seed=True)  # bring the generator to where this window left it
+                self._plain_order(bool(state["drew_worker_seed"]))  # bring the generator to where this window left it
             self._adopt(plan, set(state["delivered"]))
             self._resumed = True
         start, end = state["span"]
@@ -499,8 +520,6 @@ class Run:
     # ---------------------------------------------------------------- events
 
     def _emit_run(self) -> None:
-        from salience import __version__
-
         self.events.emit(
             "run", salience=__version__, torch=torch.__version__, population=self.n, batch_size=self.batch_size,
             epochs=self.epochs, seed=self.seed, world=self.world, drop_last=self.drop_last,
@@ -515,12 +534,18 @@ class Run:
         )  # fmt: skip
 
     def _warn(self, text: str) -> None:
-        self.events.emit("warning", text=text)
+        warn(self.events, text)
 
     def _warn_once(self, text: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
             self._warn(text)
+
+
+def warn(events: EventLog, text: str) -> None:
+    """Say it in the event log and to whoever reads the logs; a free function, so that plug-ins do not hold the run."""
+    logging.getLogger("salience").warning(text)
+    events.emit("warning", text=text)
 
 
 def _check_losses(where: str, losses: Tensor, count: int) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from salience.errors import ConfigError, did_you_mean
+from salience.errors import ConfigError, StateError, did_you_mean
 
 
 class HasProgress(Protocol):
@@ -48,11 +49,17 @@ class ProgressLR(LRScheduler):
         if isinstance(shape, str) and shape not in SHAPES:
             raise ConfigError(f"There is no schedule shape {shape!r}.{did_you_mean(shape, SHAPES)}")
         self._shape = SHAPES[shape] if isinstance(shape, str) else shape
-        self._loader = loader
+        self._loader = weakref.ref(
+            loader
+        )  # torch ties schedule and optimizer in a circle; the loader must not hang on it
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return [float(base) * self._shape(self._loader.progress) for base in self.base_lrs]
+        loader = self._loader()
+        if loader is None:
+            raise StateError("The loader of this ProgressLR is gone; keep it as long as the schedule.")
+        progress = loader.progress
+        return [float(base) * self._shape(progress) for base in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
         return {key: value for key, value in super().state_dict().items() if key not in ("_loader", "_shape")}

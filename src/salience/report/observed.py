@@ -22,7 +22,7 @@ def _headline(summary: dict[str, Any]) -> str:
     lines = [
         f"{summary['seen']:,} of {summary['samples']:,} samples seen, {summary['visits']:,} visits, "
         f"mean loss {summary['mean_loss']:.3f}.",
-        f"Forecast: over {forecast['windows']} epochs selection would make {forecast['visits']:,} visits instead of "
+        f"Forecast: over {_count(forecast['windows'], 'epoch')} selection would make {forecast['visits']:,} visits instead of "
         f"{forecast['visits_full']:,} ({forecast['saved']:.0%} fewer).",
     ]
     if forecast["skipped_mean_loss"] is not None:
@@ -31,6 +31,10 @@ def _headline(summary: dict[str, Any]) -> str:
             f"loss is {forecast['skipped_mean_loss']:.3f}."
         )
     return "\n".join(lines)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _name(index: int, names: Sequence[str] | None) -> str:

@@ -15,7 +15,7 @@ def constant(clock: Clock, *, share: float = 0.5) -> float:
 
 def step(clock: Clock, *, share: float = 0.5, warmup: int = 0, end: float = 0.125) -> float:
     """`share`, then everything for the last part `end` of the run (InfoBatch's annealing with end = 0.125)."""
-    if clock.window < warmup or clock.window >= math.ceil(clock.windows * (1 - _share("end", end))):
+    if clock.window < warmup or _at_the_end(clock, end):
         return 1.0
     return _share("share", share)
 
@@ -32,9 +32,14 @@ def all_less_all(clock: Clock, *, share: float = 0.4, warmup: float = 2, end: fl
     In short runs the warm-up is at most a fifth of the windows, so that there is a middle.
     """
     first = min(warmup, clock.windows / 5)
-    if clock.window < math.ceil(first) or clock.window >= clock.windows - round(clock.windows * _share("end", end)):
+    if clock.window < math.ceil(first) or _at_the_end(clock, end):
         return 1.0
     return _share("share", share)
+
+
+def _at_the_end(clock: Clock, end: float) -> bool:
+    """Whether the window belongs to the last part `end` of the run, which is one window at least."""
+    return clock.window >= clock.windows - max(1, round(clock.windows * _share("end", end)))
 
 
 def _share(name: str, value: float) -> float:

@@ -42,7 +42,7 @@ def noise_rate(s: Floats) -> float:
     return float(np.count_nonzero(s > 0.75) / max(1, known))
 
 
-def threshold(rate: float, floor: float, lowest: float = 0.4) -> float:
+def threshold(rate: float, floor: float, lowest: float) -> float:
     """Suspicion above which a label counts as wrong: the more noise there is, the less a single proof must weigh.
 
     Under `floor` the data passes for clean, and only what the model rejects twice as firmly as usual is left out.
@@ -56,7 +56,7 @@ def noise(
     *,
     start: float = 0.3,
     floor: float = 0.06,
-    lowest: float = 0.4,
+    lowest: float = 0.75,
     revisit: int = 3,
     keep: float = 0.65,
     limit: float = 0.6,

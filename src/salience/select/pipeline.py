@@ -32,6 +32,10 @@ class Part:
     weight: float
     card: Card
 
+    @property
+    def key(self) -> str:
+        return f"{self.kind}/{self.name}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sifted:
@@ -67,11 +71,10 @@ class Pipeline:
         self._warn: Warn = warn or (lambda text: None)
         self.keep(Clock(window=0, windows=1))  # a wrong share is said now, not in mid-run
 
-    @property
-    def needs(self) -> dict[str, str]:
-        """Ledger columns that must be filled by `loss()`, each with the plug-in that wants it."""
+    def needs(self) -> list[tuple[Part, str]]:
+        """Plug-ins with the ledger columns they want `loss()` to fill."""
         parts = (*self.filters, *self.scores, self.sampler)
-        return {column: part.name for part in parts for column in part.card.needs}
+        return [(part, column) for part in parts for column in part.card.needs]
 
     @property
     def exact(self) -> bool:
@@ -231,8 +234,7 @@ class Pipeline:
 
     def _call(self, part: Part, call: Callable[[], Any]) -> Any:
         """The plug-in's result, or None when it failed: then it is named, switched off, and training goes on."""
-        key = f"{part.kind}/{part.name}"
-        if key in self.off:
+        if part.key in self.off:
             return None
         try:
             return call()
@@ -242,7 +244,7 @@ class Pipeline:
             text = f"{part.kind[:-1]} {part.name!r} failed and is switched off for this run: {type(cause).__name__}: {cause}"
             if self._strict:
                 raise PluginError(text.replace(" and is switched off for this run", "")) from cause
-            self.off.add(key)
+            self.off.add(part.key)
             self._warn(text)
             return None
 

@@ -2,26 +2,58 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from salience.config import SelectConfig, Use
 from salience.errors import ConfigError, did_you_mean
+
+
+def _use(name: str, **options: Any) -> Use:
+    return Use(name=name, options=options)
+
+
+def _hardest(score: str, *, explore: float = 0.0, share: float = 0.4) -> SelectConfig:
+    """The share with the highest score; everything at both ends, as in `default`, so that only the rule differs."""
+    return SelectConfig(
+        scores=(Use(name=score),),
+        sampler=_use("ratio", explore=explore),
+        keep=_use("all_less_all", share=share, warmup=2, end=0.2),
+    )
+
 
 PRESETS: dict[str, SelectConfig] = {
     "default": SelectConfig(
         filters=(
-            Use(name="class_floor", options={"share": 0.05}),
-            Use(name="tail", options={"share": 0.02}),
-            Use(name="age_cap", options={"windows": 10}),
+            _use("class_floor", share=0.01),
+            _use("age_cap", windows=10),
+            _use("noise", start=0.3),
         ),
         scores=(Use(name="ema_loss"),),
-        sampler=Use(name="ratio", options={"explore": 0.1}),
-        keep=Use(name="all_less_all", options={"share": 0.4, "warmup": 2, "end": 0.2}),
+        sampler=_use("ratio", explore=0.05),
+        keep=_use("all_less_all", share=0.4, warmup=2, end=0.2),
     ),
-    "uniform": SelectConfig(keep=Use(name="constant", options={"share": 0.5})),
+    # The control: any samples, equally likely.
+    "uniform": SelectConfig(keep=_use("constant", share=0.5)),
+    # Published rules with their published settings (docs/scores.md has the sources).
     "infobatch": SelectConfig(
         scores=(Use(name="loss"),),
-        sampler=Use(name="prune_rescale", options={"drop": 0.5, "start": 3.0}),
-        keep=Use(name="step", options={"share": 0.5, "end": 0.125}),
+        sampler=_use("prune_rescale", drop=0.5, start=3.0),
+        keep=_use("step", share=0.5, end=0.125),
     ),
+    "kakurenbo": SelectConfig(
+        scores=(Use(name="loss"),),
+        sampler=_use("hide", confidence=0.7),
+        keep=_use("constant", share=0.7),
+    ),
+    "seta": SelectConfig(
+        scores=(Use(name="loss"),),
+        sampler=_use("window", drop=0.1, groups=5, width=0.9),
+        keep=_use("step", share=0.5, end=0.125),
+    ),
+    "el2n": _hardest("el2n"),
+    "forgetting": _hardest("forgetting"),
+    "epsilon_greedy": _hardest("ema_loss", explore=0.1),
+    "ucb": _hardest("ucb"),
 }
 
 

@@ -134,3 +134,48 @@ def systematic(rng: Rng, inclusion: np.ndarray) -> Ids:
     if len(double):  # rounding let two marks fall on a certain sample: take others in their place
         picks[double] = np.setdiff1d(np.arange(len(order)), picks)[: len(double)]
     return order[picks]
+
+
+@card(needs=("confidence",), exact=False)
+def hide(candidates: Candidates, budget: int, rng: Rng, *, confidence: float = 0.7) -> Draw:
+    """KAKURENBO: hides the lowest losses that fit the budget, but only those predicted right with confidence.
+
+    Thao Nguyen et al. 2023. Of the len - budget samples with the lowest raw score, those the model got wrong or
+    was less sure of than `confidence` move back. The rule adds that the learning rate rises by n / drawn.
+    """
+    view, raw = candidates.view, candidates.raw
+    lowest = ~top(np.where(np.isnan(raw), np.inf, raw).astype(np.float32), budget)
+    ids = candidates.ids
+    sure = (view.guess[ids] == view.label[ids]) & (view.confidence[ids] >= confidence)
+    return Draw(positions=np.flatnonzero(~(lowest & sure)))
+
+
+@card(exact=False)
+def window(
+    candidates: Candidates, budget: int, rng: Rng, *, drop: float = 0.1, groups: int = 5, width: float = 0.9
+) -> Draw:
+    """SeTa: a random 1 - drop of the samples, grouped by loss, of which a window of groups slides from easy to hard.
+
+    Zhou et al. 2025. One-dimensional k-means puts the losses into `groups`; the window spans width * groups of them
+    and moves from the easiest to the hardest and again from the start as the run goes on. Sets its own budget.
+    """
+    if not 0 <= drop < 1 or groups < 1 or not 0 < width <= 1:
+        raise ConfigError(f"window: drop is {drop} (0 to 1), groups {groups} (at least 1), width {width} (0 to 1).")
+    kept = choose(rng, len(candidates), len(candidates) - int(drop * len(candidates)))
+    raw = np.nan_to_num(candidates.raw[kept], nan=0.0)
+    group = _kmeans_1d(raw, groups)
+    span = max(1, round(width * groups))
+    turns = max(1, groups - span + 1)
+    first = candidates.view.clock.window % turns
+    return Draw(positions=kept[(group >= first) & (group < first + span)])
+
+
+def _kmeans_1d(values: Floats, groups: int, rounds: int = 10) -> np.ndarray:
+    """Group of each value, 0 = lowest, by Lloyd's rule from quantiles."""
+    centres = np.quantile(values, (np.arange(groups) + 0.5) / groups)
+    for _ in range(rounds):
+        group = np.searchsorted((centres[1:] + centres[:-1]) / 2, values)
+        count = np.bincount(group, minlength=groups)
+        total = np.bincount(group, weights=values, minlength=groups)
+        centres = np.sort(np.where(count > 0, total / np.maximum(count, 1), centres))
+    return np.searchsorted((centres[1:] + centres[:-1]) / 2, values)

@@ -38,15 +38,15 @@ def margin(view: View) -> Floats:
 @card(needs=("margin_sum",))
 def aum(view: View) -> Floats:
     """Area under the margin, small first: -sum of margins / visits (Pleiss et al. 2020); slower than `margin`."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return (-view.margin_sum / view.seen.astype(np.float32)).astype(np.float32)
+    area = -view.margin_sum / np.maximum(view.seen, 1).astype(np.float32)
+    return np.where(view.guess < 0, np.float32(np.nan), area)
 
 
 @card(needs=("forgotten",))
 def forgetting(view: View) -> Floats:
     """How often it went from right to wrong (Toneva et al. 2019); never-learnt samples count as forgotten at every visit."""
     events = np.where(view.right > 0, view.forgotten, view.seen).astype(np.float32)
-    return np.where(view.unseen, np.float32(np.nan), events)
+    return np.where(view.guess < 0, np.float32(np.nan), events)
 
 
 def variance(view: View) -> Floats:
