@@ -205,6 +205,6 @@ def test_what_the_pages_say_a_loader_has_it_has(problem):
     said = {name for page in PAGES for name in re.findall(r"`loader\.(?!py`)(\w+)", page.read_text())}
     for line in re.findall(r"^- (`[^:]+):", section("docs/api.md", "`Loader`"), flags=re.M):
         said |= set(re.findall(r"`(\w+)[`(]", line)) - {"len"}
-    assert {"loss", "progress", "events", "visits_planned"} <= said
+    assert {"loss", "progress", "events", "visits_expected"} <= said
     missing = sorted(name for name in said if not hasattr(loader, name))
     assert not missing, f"the pages name {missing}, which a Loader has not"

@@ -112,6 +112,27 @@ def stop_progress(whole: list, stop: int) -> float:
     return sum(map(len, whole[:stop])) / sum(map(len, whole))
 
 
+@pytest.mark.parametrize("stop", [7, 15])
+def test_persistent_workers_resume_as_they_would_have_gone_on(problem, stop):
+    def fresh():
+        return salience.Loader(problem, 30, epochs=4, num_workers=1, persistent_workers=True, with_ids=True)
+
+    def go(loader, stop=None):
+        seen = []
+        for _ in range(loader.epoch, 4):
+            for ids, _ in loader:
+                seen.append(ids.tolist())
+                if len(seen) == stop:
+                    return seen, loader.state_dict()
+        return seen, None
+
+    whole, _ = go(fresh())
+    first, state = go(fresh(), stop)
+    resumed = fresh()
+    resumed.load_state_dict(state)
+    assert first + go(resumed)[0] == whole
+
+
 def test_batches_delivered_out_of_order_are_not_delivered_again(problem):
     loader = salience.Loader(problem, 20, num_workers=2, in_order=False, with_ids=True)
     seen, it = [], iter(loader)

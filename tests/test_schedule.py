@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 import salience
-from salience.errors import ConfigError
+from salience.errors import ConfigError, StateError
 from salience.schedule import SHAPES
 
 
+class Clock:
+    progress = 0.0
+
+
 def test_the_rate_follows_progress_whatever_the_number_of_steps():
-    clock = SimpleNamespace(progress=0.0)
+    clock = Clock()
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
     schedule = salience.ProgressLR(optimizer, clock, lambda p: 1 - p)
     rates = []
@@ -33,7 +35,16 @@ def test_every_named_shape_ends_at_zero_and_never_exceeds_one(name):
     assert min(values) >= 0
 
 
+def test_a_schedule_does_not_keep_its_loader_alive_and_says_so_when_it_is_gone():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
+    schedule = salience.ProgressLR(optimizer, clock := Clock())
+    del clock
+    optimizer.step()
+    with pytest.raises(StateError, match="is gone"):
+        schedule.step()
+
+
 def test_an_unknown_shape_gets_a_hint():
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
     with pytest.raises(ConfigError, match="Did you mean 'cosine'"):
-        salience.ProgressLR(optimizer, SimpleNamespace(progress=0.0), "cosin")
+        salience.ProgressLR(optimizer, Clock(), "cosin")

@@ -14,9 +14,8 @@ from salience.errors import (
     StateError,
 )
 from salience.ledger import Ledger
-from salience.plan import Plan, Trace
-
 from salience.loader import Loader
+from salience.plan import Plan, Trace
 from salience.schedule import ProgressLR
 from salience.selector import Selector
 

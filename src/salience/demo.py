@@ -10,7 +10,7 @@ The arms take turns epoch by epoch, so that a noisy machine disturbs all of them
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
 import torch
@@ -35,8 +35,8 @@ class Arm:
     name: str
     loader: Loader
     model: nn.Module
-    budget: int
-    """Visits it may make."""
+    budget: Callable[[], int]
+    """Visits it may make, as far as that is known now."""
     accuracy: float = 0.0
     visits: int = 0
     seconds: float = 0.0
@@ -44,7 +44,7 @@ class Arm:
 
     @property
     def progress(self) -> float:
-        return min(1.0, self.visits / self.budget)
+        return min(1.0, self.visits / self.budget())
 
 
 def main(*, samples: int = 0, epochs: int = 0, seed: int = 0, quick: bool = False) -> int:
@@ -55,19 +55,12 @@ def main(*, samples: int = 0, epochs: int = 0, seed: int = 0, quick: bool = Fals
         f"salience demo: {samples:,} rendered digits; 15% near-copies, 5% wrong labels, 10% hard ones (known, not told).\n"
     )
     with bars() as shown:
-        train, test = (
-            render(
-                n,
-                seed=seed,
-                split=split,
-                progress=lambda done, total: shown.update("rendering", done, total),
-                **shares,
-            )
-            for n, split, shares in (
-                (samples, "train", {}),
-                (max(500, samples // 4), "test", {"copies": 0.0, "wrong": 0.0}),
-            )
-        )
+
+        def rendered(done: int, total: int) -> None:
+            shown.update("rendering", done, total)
+
+        train = render(samples, seed=seed, progress=rendered)
+        test = render(max(500, samples // 4), seed=seed, split="test", copies=0, wrong=0)
         arms = make_arms(train, epochs, seed)
         take_turns(arms, test, shown)
     show(arms, train, time.perf_counter() - begin)
@@ -77,11 +70,16 @@ def main(*, samples: int = 0, epochs: int = 0, seed: int = 0, quick: bool = Fals
 def make_arms(train: Glyphs, epochs: int, seed: int) -> list[Arm]:
     data = TensorDataset(torch.from_numpy(train.images), torch.from_numpy(train.labels))
     ours = Loader(data, BATCH, epochs=epochs, select="default", seed=seed)
-    full = epochs * len(data)
-    budget = sum(ours.visits_planned())
-    plain = {"all data": full, "shorter": budget}
-    arms = [Arm(name, Loader(data, BATCH, seed=seed), _model(train, seed), visits) for name, visits in plain.items()]
-    return [*arms, Arm("salience", ours, _model(train, seed), budget)]
+
+    def spent() -> int:
+        return ours.visits_expected or 0
+
+    def full() -> int:
+        return epochs * len(data)
+
+    plain = {"all data": full, "shorter": spent}
+    arms = [Arm(name, Loader(data, BATCH, seed=seed), _model(train, seed), budget) for name, budget in plain.items()]
+    return [*arms, Arm("salience", ours, _model(train, seed), spent)]
 
 
 def _model(train: Glyphs, seed: int) -> nn.Module:
@@ -95,23 +93,24 @@ def take_turns(arms: list[Arm], test: Glyphs, shown: Bars) -> None:
     """Give an epoch to the arm that has come least far, until all are done."""
     turns = {arm.name: train_arm(arm, test) for arm in arms}
     while waiting := [arm for arm in arms if arm.name in turns]:
-        arm = min(waiting, key=lambda a: a.progress)
+        # On a tie the last arm, salience, goes first: the shorter run spends what salience is known to spend.
+        arm = min(reversed(waiting), key=lambda a: a.progress)
         if next(turns[arm.name], None) is None:
             del turns[arm.name]
         note = f"epoch loss {arm.losses[-1]:.3f}" if arm.losses else ""
         if arm.accuracy:
             note += f"   accuracy {arm.accuracy:.2%}"
-        shown.update(arm.name, arm.visits, arm.budget, note)
+        shown.update(arm.name, arm.visits, arm.budget(), note)
 
 
 def train_arm(arm: Arm, test: Glyphs) -> Generator[Arm]:
     """Train until the budget is spent, handing over after every epoch; the schedule runs over the budget."""
     optimizer = torch.optim.SGD(arm.model.parameters(), lr=PEAK, momentum=0.9, nesterov=True, weight_decay=5e-4)
-    while arm.visits < arm.budget:
+    while (left := arm.budget() - arm.visits) > 0:
         begin, total, count = time.perf_counter(), 0.0, 0
         arm.model.train()
         for x, y in arm.loader:
-            x, y = x[: arm.budget - arm.visits], y[: arm.budget - arm.visits]
+            x, y = x[:left], y[:left]
             for group in optimizer.param_groups:
                 group["lr"] = PEAK * one_cycle(arm.progress)
             logits = arm.model(to_input(x))
@@ -123,7 +122,7 @@ def train_arm(arm: Arm, test: Glyphs) -> Generator[Arm]:
             optimizer.step()
             arm.visits += len(x)
             total, count = total + float(loss.detach()), count + 1
-            if arm.visits >= arm.budget:
+            if (left := arm.budget() - arm.visits) <= 0:
                 break
         arm.losses.append(total / count)
         arm.seconds += time.perf_counter() - begin
@@ -184,6 +183,6 @@ def _never_learnt_wrong(arm: Arm, train: Glyphs) -> str:
     worst = (-ledger.mean_loss).argsort()[: int(train.wrong.sum())]
     share = train.wrong[worst].mean() if len(worst) else 0.0
     return (
-        f"Observing alone: of the {len(worst):,} samples with the highest loss, {share:.0%} are the wrong labels the demo planted "
-        f"(by chance it would be {train.wrong.mean():.0%})."
+        f"Observing alone: of the {len(worst):,} samples with the highest loss, {share:.0%} are wrong labels the demo "
+        f"planted (by chance it would be {train.wrong.mean():.0%})."
     )

@@ -131,6 +131,10 @@ class Run:
         self._delivered: set[int] = set()
         self._batch: _Batch | None = None
         self._span = (0.0, 0.0)
+        self._visited = 0
+        budgets = self._budgets(0)
+        self.visits_expected: int | None = None if budgets is None else sum(budgets)
+        """Sample visits of the whole run, over all ranks, as far as they can be known now; None without `epochs`."""
         self._recent = RecentLosses()
         self._weights: dict[torch.device, Tensor] = {}
         self._plain_weights = True
@@ -154,7 +158,9 @@ class Run:
         with self.watch("plan"):
             plan = self._plan(draws_worker_seed)
             self._adopt(plan, set())
-        self._span = self._progress_span(len(plan))
+        later = self._later(len(plan))
+        self.visits_expected = None if later is None else self._visited + len(plan) + later
+        self._span = self._progress_span(len(plan), later)
         self._emit_plan(plan)
         if self._trace is not None and self.rank == 0:
             self._trace.write(plan)
@@ -210,6 +216,7 @@ class Run:
             seconds=time.perf_counter() - self._opened_at, overhead=dict(self.watch.seconds),
         )  # fmt: skip
         self._open = False
+        self._visited += sum(int(self._shard.global_sizes[number]) for number in self._delivered)
         self._delivered = set()
         self._span = (self._span[1], self._span[1])
         self.epoch += 1
@@ -232,13 +239,27 @@ class Run:
             return [self.n] * (self.epochs - first)
         return [self._pipeline.budget(w, self.epochs, self.n) for w in range(first, self.epochs)]
 
-    def _progress_span(self, visits: int) -> tuple[float, float]:
+    def _later(self, visits: int) -> int | None:
+        """Visits to expect after this window, which makes `visits`: the curve's, corrected by what this window did to it.
+
+        A rule that spends more than the curve grants will do so again; a filter that leaves less keeps doing so.
+        """
+        budgets = self._budgets(min(self.epoch, (self.epochs or 1) - 1))
+        if budgets is None:
+            return None
+        granted, *later = budgets
+        if visits > granted:
+            later = [max(budget, visits) for budget in later]
+        elif visits < granted:
+            later = [min(budget, visits) for budget in later]
+        return sum(later)
+
+    def _progress_span(self, visits: int, later: int | None) -> tuple[float, float]:
         """Progress at this window's start and end: the share its visits have in what is still to come."""
         start = self._span[1]
-        later = self._budgets(self.epoch + 1)
         if later is None:
             return start, start
-        return start, min(1.0, start + (1 - start) * visits / (visits + sum(later)))
+        return start, min(1.0, start + (1 - start) * visits / (visits + later))
 
     # ---------------------------------------------------------------- what users read
 
@@ -257,13 +278,6 @@ class Run:
             return None
         budgets = self._budgets(0)
         return None if budgets is None else sum(self._steps(budget) for budget in budgets)
-
-    def visits_planned(self) -> list[int]:
-        """Sample visits of each window as far as they are known in advance; needs `epochs`."""
-        budgets = self._budgets(0)
-        if budgets is None:
-            raise ConfigError("visits_planned() needs epochs=: the number of passes you will make.")
-        return budgets
 
     @property
     def batch_len(self) -> int:
@@ -453,6 +467,8 @@ class Run:
             "select": self._describe(),
             "epoch": self.epoch,
             "span": list(self._span),
+            "visited": self._visited,
+            "visits_expected": self.visits_expected,
             "delivered": sorted(self._delivered),
             "plan": None if not self._open or self._shard is None else _tensors(self._shard.plan.arrays()),
             "ledger": _tensors(self._ledger.state_dict()),
@@ -483,6 +499,7 @@ class Run:
         if self._group is not None:
             self._group.barrier()
         self.epoch = int(state["epoch"])
+        self._visited, self.visits_expected = int(state["visited"]), state["visits_expected"]
         self._started = bool(state["started"])
         self._generator.set_state(state["shuffle"])
         self._recent.values = state["recent_losses"]

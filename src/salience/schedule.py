@@ -49,9 +49,8 @@ class ProgressLR(LRScheduler):
         if isinstance(shape, str) and shape not in SHAPES:
             raise ConfigError(f"There is no schedule shape {shape!r}.{did_you_mean(shape, SHAPES)}")
         self._shape = SHAPES[shape] if isinstance(shape, str) else shape
-        self._loader = weakref.ref(
-            loader
-        )  # torch ties schedule and optimizer in a circle; the loader must not hang on it
+        # Weak, because torch ties schedule and optimizer in a circle, on which a loader's workers must not hang.
+        self._loader = weakref.ref(loader)
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float]:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -68,7 +68,7 @@ def test_turning_flips_off_leaves_the_crops_as_they_were(x: torch.Tensor):
     assert (same | mirrored).all()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_gpu_gives_the_same_as_the_cpu(x: torch.Tensor):
     assert torch.equal(crop_flip(x.cuda(), 4).cpu(), crop_flip(x, 4))
 
