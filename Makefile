@@ -11,7 +11,7 @@ demo: $(VENV)/.demo
 	$(BIN)/salience demo
 
 test: lint
-	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" --cov --cov-report=term
+	$(BIN)/python -m pytest -n 2 --cov --cov-report=term
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow

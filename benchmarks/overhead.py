@@ -95,6 +95,8 @@ def history(n: int) -> Ledger:
         ledger.mean_loss[part] = rng.standard_exponential(count, dtype=np.float32)
         ledger.last_seen[part] = rng.integers(3, 9, count, dtype=np.int32)
         ledger.label[part] = rng.integers(0, 1000, count, dtype=np.int32)
+        ledger.margin[part] = 5 - 2 * ledger.mean_loss[part]
+        ledger.guess[part] = np.where(ledger.margin[part] > 0, ledger.label[part], (ledger.label[part] + 1) % 1000)
     ledger.last_loss[:] = ledger.mean_loss
     ledger.seen[:] = 5
     return ledger

@@ -50,15 +50,15 @@ def test_wrong_labels_are_found_and_counted_and_hard_samples_stay(share):
     assert left_out[~wrong & ~hard].mean() < 0.01
     assert left_out[hard].mean() < 0.5
     assert said.noise == pytest.approx(share, abs=0.04)
-    assert said.share == 0.65
+    assert said.share == pytest.approx(min(0.65, 4 * said.noise))
 
 
 def test_clean_data_is_left_almost_alone():
     ledger, _ = history(np.zeros(N, dtype=bool))
     said = verdict(ledger)
     assert (~said.keep).mean() < 0.005
-    assert said.noise < 0.06
-    assert said.share is None
+    assert said.noise < 0.04
+    assert said.share < 0.16
 
 
 def test_it_waits_until_its_start_and_says_that_it_has_no_estimate_yet():
@@ -110,8 +110,7 @@ def test_a_class_with_one_sample_and_unknown_classes_do_no_harm():
 
 
 def test_the_more_noise_the_lower_the_edge():
-    assert threshold(0.01, 0.06, 0.5) == 2.0
-    assert threshold(0.1, 0.06, 0.5) > threshold(0.2, 0.06, 0.5) > threshold(0.4, 0.06, 0.5) == 0.5
+    assert threshold(0.0, 0.5) == 1.0 > threshold(0.1, 0.5) > threshold(0.2, 0.5) > threshold(0.4, 0.5) == 0.5
 
 
 def test_options_out_of_range_are_refused():

@@ -92,13 +92,17 @@ class Ledger:
                 f"classes known for these ids (sample {int(ids[first])}: class {int(known[first])}, now "
                 f"{int(targets[first])}). A loop that fetches ahead must use with_ids=True and pass ids= to loss()."
             )
-        self.label[ids] = targets
+        if (known < 0).any():
+            self.label[ids] = targets
 
-    def record(self, ids: Ids, rows: Rows, *, window: int, seen: bool = True, trained: bool = True) -> int:
+    def record(
+        self, ids: Ids, rows: Rows, *, window: int, seen: bool = True, trained: bool = True, ordered: bool = False
+    ) -> int:
         """Enter one batch: `rows` maps statistic names to float32 [B]. Returns how many losses were not finite.
 
         An id that stands twice in the batch counts as two visits with their mean. `seen=False` with
-        `trained=True` only counts the ids as trained: they were recorded when they were seen.
+        `trained=True` only counts the ids as trained: they were recorded when they were seen. `ordered` says that the
+        ids ascend already.
         """
         if not seen:
             if trained:
@@ -114,19 +118,13 @@ class Ledger:
         if not len(ids):
             return bad
         times = None
-        if self.has_doubles(ids):
+        if not ordered:
+            order = id_order(ids)
+            ids, rows = ids[order], {name: row[order] for name, row in rows.items()}
+        if has_doubles(ids):
             ids, rows, times = _average_doubles(ids, rows)
         self._update(ids, rows, times, window, trained)
         return bad
-
-    def has_doubles(self, ids: Ids) -> bool:
-        """Whether an id stands twice in `ids`, which the caller must record next: `last_seen` serves as scratch paper.
-
-        Every place writes its number, and a double finds another's number in its place. O(B), without a sort.
-        """
-        places = np.arange(len(ids), dtype=np.int32)
-        self.last_seen[ids] = places
-        return not np.array_equal(self.last_seen[ids], places)
 
     def _update(self, ids: Ids, rows: Rows, times: Array | None, window: int, trained: bool) -> None:
         loss = rows["loss"]
@@ -156,7 +154,8 @@ class Ledger:
         before = self.guess[ids]
         right = guess == label
         self.right[ids] = _saturated(self.right[ids], right * new)
-        self.forgotten[ids] = _saturated(self.forgotten[ids], ((before == label) & ~right).astype(np.uint16))
+        lost = ids[(before == label) & ~right]
+        self.forgotten[lost] = _saturated(self.forgotten[lost], np.uint16(1))
         self.guess[ids] = guess
         for name in ("guess_p", "el2n", "entropy"):
             self[name][ids] = _half(rows[name])
@@ -182,6 +181,20 @@ class Ledger:
             )
         for name, column in COLUMNS.items():
             self[name][:] = arrays.get(name, np.asarray(column.first))
+
+
+def id_order(ids: Ids) -> npt.NDArray[np.int64]:
+    """The order that sorts ids, so that memory is visited from front to back: a radix sort, 16 bits at a time."""
+    order = np.argsort(ids.astype(np.uint16), kind="stable")
+    rest = ids >> 16
+    while rest.any():
+        order = order[np.argsort(rest.astype(np.uint16)[order], kind="stable")]
+        rest >>= 16
+    return order
+
+
+def has_doubles(ordered: Ids) -> bool:
+    return bool((ordered[1:] == ordered[:-1]).any())
 
 
 def _smoothed(old: Array, value: Array) -> Array:

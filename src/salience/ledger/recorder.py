@@ -11,7 +11,7 @@ from torch import Tensor
 
 from salience.errors import Misattributed
 from salience.ledger.exchange import Group
-from salience.ledger.ledger import Ids, Ledger, Rows
+from salience.ledger.ledger import Ids, Ledger, Rows, has_doubles, id_order
 from salience.ledger.statistics import finish, reduce_batch
 
 HOLD = 32
@@ -95,19 +95,25 @@ class Recorder:
                 self._check_hint(item)
         for run in _alike(items):
             ids = np.concatenate([item.ids for item in run])
-            if len(run) > 1 and (not run[0].seen or self.ledger.has_doubles(ids)):
+            order = id_order(ids)
+            if len(run) > 1 and (not run[0].seen or has_doubles(ids[order])):
                 for item in run:
-                    self._enter_one(item.ids, _rows(item.names, item.values.numpy()), item)
+                    self._enter_one(item.ids, item.values.numpy(), item)
+            elif not run[0].seen:
+                self._enter_one(ids, run[0].values.numpy(), run[0])
             else:
                 values = np.concatenate([item.values.numpy() for item in run], axis=-1)
-                self._enter_one(ids, _rows(run[0].names, values), run[0])
+                self._enter_one(ids[order], np.take(values, order, axis=1), run[0], ordered=True)
 
-    def _enter_one(self, ids: Ids, rows: Rows, like: _Pending) -> None:
+    def _enter_one(self, ids: Ids, values: np.ndarray, like: _Pending, *, ordered: bool = False) -> None:
         if not like.seen and like.kept is not None:
             ids = ids[like.kept.numpy()]
+        rows = _rows(like.names, values)
         if "target" in rows:
             self.ledger.check_labels(ids, rows["target"].astype(np.int32))
-        self.bad += self.ledger.record(ids, rows, window=like.window, seen=like.seen, trained=like.trained)
+        self.bad += self.ledger.record(
+            ids, rows, window=like.window, seen=like.seen, trained=like.trained, ordered=ordered
+        )
 
     def _enter_of_all_ranks(self, items: list[_Pending]) -> None:
         assert self._group is not None

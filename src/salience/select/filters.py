@@ -23,7 +23,8 @@ def age_cap(view: View, *, windows: int = 10) -> Verdict:
 def class_floor(view: View, *, share: float = 0.05) -> Verdict:
     """Forces `share` of every class in turn, so that no class is starved and every sample's turn comes.
 
-    The members of a class stand in a circle; each window forces the next ceil(share * size) of them.
+    The members of a class stand in a circle; each window forces the next ceil(share * size) of them (of classes with
+    more than 20 / share samples: that share to within chance).
     """
     if not 0 < share <= 1:
         raise ConfigError(f"class_floor: share is {share}; it must be above 0 and at most 1.")
@@ -31,18 +32,37 @@ def class_floor(view: View, *, share: float = 0.05) -> Verdict:
     classes = int(label.max()) + 1
     if classes < 1:
         return Verdict(reason="no classes are known")
-    key = (label + np.int32(1)).astype(np.uint16 if classes < 2**16 else np.int32)
-    members = np.argsort(key, kind="stable")
-    first = np.searchsorted(key, np.arange(classes + 1, dtype=key.dtype), sorter=members)
-    sizes = np.diff(np.append(first, view.n))
-    quota = np.ceil(share * sizes).astype(np.int64)
-    quota[0] = 0  # class -1: not known
-    within = np.arange(quota.sum()) - np.repeat(np.cumsum(quota) - quota, quota)
-    turn = np.repeat(view.clock.window * quota, quota)
-    place = np.repeat(first, quota) + (turn + within) % np.repeat(np.maximum(sizes, 1), quota)
+    small = _class_sizes(label, classes) < 20 / share
+    small[0] = False  # class -1: not known
     force = np.zeros(view.n, dtype=bool)
-    force[members[place]] = True
+    # Large classes get their share to within chance from every 1/share-th sample, which needs no sorting.
+    period = max(1, round(1 / share))
+    turn = np.arange(view.clock.window % period, view.n, period)
+    force[turn] = ~small[label[turn] + 1] & (label[turn] >= 0)
+    if small.any():
+        members = np.flatnonzero(small[label + 1])
+        force[_next_in_turn(members, label[members], classes, share, view.clock.window)] = True
     return Verdict(force=force, reason=f"{share:.0%} of every class in turn")
+
+
+def _class_sizes(label: np.ndarray, classes: int) -> np.ndarray:
+    """Samples of class -1, 0, 1, ...; piece by piece, since NumPy counts in 64-bit copies."""
+    sizes = np.zeros(classes + 1, dtype=np.int64)
+    for start in range(0, len(label), 1 << 22):
+        sizes += np.bincount(label[start : start + (1 << 22)] + 1, minlength=classes + 1)
+    return sizes
+
+
+def _next_in_turn(members: np.ndarray, label: np.ndarray, classes: int, share: float, window: int) -> np.ndarray:
+    """Of `members`, those whose turn it is: the next ceil(share * size) in the circle of each class."""
+    key = label.astype(np.uint16 if classes < 2**16 else np.int32)
+    order = np.argsort(key, kind="stable")
+    first = np.searchsorted(key, np.arange(classes, dtype=key.dtype), sorter=order)
+    sizes = np.diff(np.append(first, len(members)))
+    quota = np.ceil(share * sizes).astype(np.int64)
+    within = np.arange(quota.sum()) - np.repeat(np.cumsum(quota) - quota, quota)
+    place = (np.repeat(window * quota, quota) + within) % np.repeat(np.maximum(sizes, 1), quota)
+    return members[order[np.repeat(first, quota) + place]]
 
 
 def tail(view: View, *, share: float = 0.02) -> Verdict:

@@ -18,7 +18,7 @@ def uniform(candidates: Candidates, budget: int, rng: Rng) -> Draw:
     return Draw(positions=choose(rng, len(candidates), budget), inclusion=inclusion)
 
 
-def ratio(candidates: Candidates, budget: int, rng: Rng, *, explore: float = 0.1, max_noise: float = 0.06) -> Draw:
+def ratio(candidates: Candidates, budget: int, rng: Rng, *, explore: float = 0.1, max_noise: float = 0.04) -> Draw:
     """The most important samples, and a share `explore` of the budget drawn at random from the rest (epsilon-greedy).
 
     Where a noise filter estimates more than `max_noise` wrong labels, or has not estimated yet, everything is
@@ -30,9 +30,7 @@ def ratio(candidates: Candidates, budget: int, rng: Rng, *, explore: float = 0.1
         explore = 1.0
     greedy = budget - round(explore * budget)
     best = top(candidates.importance, greedy)
-    rest = np.flatnonzero(~best)
-    positions = np.concatenate((np.flatnonzero(best), rest[choose(rng, len(rest), budget - greedy)]))
-    return Draw(positions=positions)
+    return Draw(positions=np.concatenate((np.flatnonzero(best), choose_outside(rng, best, budget - greedy))))
 
 
 def threshold(candidates: Candidates, budget: int, rng: Rng, *, above: float = 0.5) -> Draw:
@@ -81,6 +79,18 @@ def choose(rng: Rng, n: int, count: int) -> Ids:
     if count >= n:
         return np.arange(n)
     return rng.permutation(n)[:count] if 8 * count > n else rng.choice(n, count, replace=False, shuffle=False)
+
+
+def choose_outside(rng: Rng, taken: Bools, count: int) -> Ids:
+    """`count` different positions that are not `taken`, each set equally likely."""
+    rest = len(taken) - int(np.count_nonzero(taken))
+    if 8 * count < rest:  # a few out of many: draw and reject instead of listing all
+        drawn = rng.integers(0, len(taken), round(1.5 * count * len(taken) / rest) + 64)
+        found = np.unique(drawn[~taken[drawn]])
+        if len(found) >= count:
+            return found[choose(rng, len(found), count)]
+    free = np.flatnonzero(~taken)
+    return free[choose(rng, len(free), count)]
 
 
 def top(importance: Floats, count: int) -> Bools:
