@@ -19,7 +19,7 @@ test-slow: $(VENV)/.dev
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/basedpyright --level error
+	$(BIN)/basedpyright -p pyproject.toml --level error
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.dev

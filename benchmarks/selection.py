@@ -7,6 +7,7 @@ visits) for all; the learning rate was chosen from 0.2, 0.4, 0.8 for all data, t
 Embarrassing would be: losing to the shorter run, or to all data under label noise.
 
     python benchmarks/selection.py --data cifar10.tar.gz [--rows rows.jsonl] [--jobs 8]     # needs a GPU
+    python benchmarks/selection.py --show benchmarks/rows/selection-2026-11-16.jsonl        # rows measured before
     python benchmarks/selection.py --quick                                                  # rendered digits, CPU, a minute
 
 Rows are appended to --rows as they finish, and those already there are not run again. The last line of stdout is one
@@ -38,12 +39,11 @@ NOISES = [("symmetric", 0.4), ("pair", 0.4), ("symmetric", 0.2), ("pair", 0.2)]
 
 
 def timed() -> list[Spec]:
-    """Alone on the device, half the data, both in turns: what is saved in seconds."""
-    both = [
-        Spec(name="time_full", plain=True, samples=25_000),
-        Spec(name="time_default", select="default", samples=25_000),
-    ]
-    return [replace(spec, seed=seed) for seed in range(1) for spec in both]
+    """Alone on the device, half the data, both in turns, after a run that warms it up: what is saved in seconds."""
+    full = Spec(name="time_full", plain=True, samples=25_000)
+    ours = Spec(name="time_default", select="default", samples=25_000)
+    rows = [replace(full, name="warm_up", epochs=2)]
+    return rows + [replace(spec, seed=seed) for seed in range(3) for spec in (full, ours)]
 
 
 def specs() -> list[Spec]:
@@ -123,9 +123,10 @@ def write(row: dict[str, Any], store: Path) -> None:
 
 
 def mean_interval(values: list[float]) -> tuple[float, float]:
-    """Mean and half-width of its 95% interval (normal; 0 for one value)."""
+    """Mean and half-width of its 95% interval (Student's t; 0 for one value)."""
     a = np.asarray(values)
-    return float(a.mean()), float(1.96 * a.std(ddof=1) / np.sqrt(len(a))) if len(a) > 1 else 0.0
+    t = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}.get(len(a), 2.0)
+    return float(a.mean()), float(t * a.std(ddof=1) / np.sqrt(len(a))) if len(a) > 1 else 0.0
 
 
 def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -136,7 +137,7 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
             groups.setdefault((row["noise"], row["name"]), {})[row["seed"]] = row
     print(f"\n{'labels':<14} {'rule':<20} {'accuracy':>16} {'forward':>8} {'backward':>9} {'seeds':>6}")
     for (noise, name), runs in sorted(groups.items()):
-        if name.startswith("time_"):
+        if name.startswith(("time_", "warm_up")):
             continue
         mean, half = mean_interval([r["accuracy"] for r in runs.values()])
         visits, backward = (np.mean([r[k] for r in runs.values()]) for k in ("visits", "backward"))
@@ -182,8 +183,12 @@ def main() -> None:
     parser.add_argument("--data", default="", help="cifar10.tar.gz: train and test folders of small JPEGs")
     parser.add_argument("--rows", default="runs/selection.jsonl", help="where finished rows are kept")
     parser.add_argument("--jobs", type=int, default=8, help="processes that share the device")
+    parser.add_argument("--show", default="", help="print table and figures of a file of rows, and run nothing")
     parser.add_argument("--quick", action="store_true", help="rendered digits on the CPU, within a minute")
     args = parser.parse_args()
+    if args.show:
+        print(json.dumps(figures([json.loads(line) for line in Path(args.show).read_text().splitlines()])))
+        return
     store = Path(args.rows if not args.quick else "runs/selection-quick.jsonl")
     store.parent.mkdir(parents=True, exist_ok=True)
     if args.quick:

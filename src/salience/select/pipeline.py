@@ -166,7 +166,8 @@ class Pipeline:
             if score is None or part.weight == 0:
                 continue
             ranks.append((part.weight, rank_normalise(score)))
-            raw = score * np.float32(part.weight) if raw is None else raw + score * np.float32(part.weight)
+            weighted = score if part.weight == 1 else score * np.float32(part.weight)
+            raw = weighted if raw is None else raw + weighted
         if not ranks or raw is None:
             flat = np.full(view.n, 0.5, dtype=np.float32)
             return flat, flat

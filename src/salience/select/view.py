@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,10 +51,12 @@ class View:
     def unseen(self) -> Bools:
         return self.seen == 0
 
-    @property
+    @functools.cached_property
     def age(self) -> npt.NDArray[np.int32]:
         """Windows since the last visit, int32 [n]; never visited counts from before the first window."""
-        return np.int32(self.clock.window) - self.last_seen
+        age = np.int32(self.clock.window) - self.last_seen
+        age.setflags(write=False)
+        return age
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
