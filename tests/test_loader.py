@@ -406,9 +406,11 @@ def test_the_report_says_what_could_be_saved_and_what_was_never_learnt(problem):
     assert [c["samples"] for c in summary["classes"]] == np.bincount(wrong.tensors[1]).tolist()
     assert 0.3 < summary["forecast"]["saved"] < 0.6
     assert {s["id"] for s in summary["hardest"][:6]} & set(range(6))
+    assert {s["id"] for s in summary["suspects"]["samples"][:6]} & set(range(6))
     text = loader.report()
     assert "Forecast" in text
     assert "Never learnt" in text
+    assert "Suspected wrong labels" in text
     assert loader.events.recent[-1]["kind"] == "observed"
 
 

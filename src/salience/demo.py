@@ -158,7 +158,7 @@ def show(arms: list[Arm], train: Glyphs, seconds: float) -> None:
     head = ("arm", "accuracy", "sample visits", "seconds", "salience overhead")
     table("Clean test accuracy and what it cost", head, rows, strong=len(arms) - 1)
     say(f"\n{verdict(*arms)}")
-    found = _never_learnt_wrong(arms[0], train)
+    found = _observed(arms[0], train)
     say(
         f"{found}\nThe whole demo took {seconds:.0f} s. Next: README.md, or `salience train --help` for your own images."
     )
@@ -177,7 +177,7 @@ def verdict(full: Arm, shorter: Arm, ours: Arm) -> str:
     )
 
 
-def _never_learnt_wrong(arm: Arm, train: Glyphs) -> str:
+def _observed(arm: Arm, train: Glyphs) -> str:
     """What observing alone found out, against the truth the demo knows."""
     ledger = arm.loader.ledger
     worst = (-ledger.mean_loss).argsort()[: int(train.wrong.sum())]

@@ -11,7 +11,7 @@ def render(summary: dict[str, Any], *, names: Sequence[str] | None = None, shown
     if not summary["seen"]:
         return "Nothing was recorded yet: call loader.loss(losses, logits, targets) in the training step."
     parts = [_headline(summary), _classes(summary, names, shown), _hardest(summary, names, shown)]
-    parts.append(_never(summary, names, shown))
+    parts += [_suspects(summary, names, shown), _never(summary, names, shown)]
     if summary["not_finite"]:
         parts.append(f"{summary['not_finite']:,} losses were NaN or infinite; they were counted and not stored.")
     return "\n\n".join(part for part in parts if part)
@@ -67,11 +67,19 @@ def _hardest(summary: dict[str, Any], names: Sequence[str] | None, shown: int) -
     return "\n".join(["Hardest samples:", *lines])
 
 
+def _suspects(summary: dict[str, Any], names: Sequence[str] | None, shown: int) -> str:
+    suspects = summary.get("suspects")
+    if not suspects or not suspects["count"]:
+        return ""
+    head = f"Suspected wrong labels: {suspects['count']:,} (the history contradicts them; the firmest first):"
+    lines = [f"{_sample(s, names)}, suspicion {s['suspicion']:.1f}" for s in suspects["samples"][:shown]]
+    return "\n".join([head, *lines])
+
+
 def _never(summary: dict[str, Any], names: Sequence[str] | None, shown: int) -> str:
     count = summary["never_learnt"]
     if not summary["classes"]:
         return ""
     if count == 0:
         return "Every sample seen twice or more was given its label at least once."
-    lines = [_sample(s, names) for s in summary["never_learnt_samples"][:shown]]
-    return "\n".join([f"Never learnt: {count:,} samples. Often their label is wrong:", *lines])
+    return f"Never learnt: {count:,} samples were not given their label at any of their visits."

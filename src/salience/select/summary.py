@@ -8,6 +8,7 @@ import numpy as np
 
 from salience.config import SelectConfig
 from salience.ledger import Ledger
+from salience.select.noise import noise_rate, suspicion, threshold
 from salience.select.pipeline import Pipeline
 
 SHOWN = 20
@@ -32,6 +33,7 @@ def summarise(ledger: Ledger, forecast_with: SelectConfig, *, windows: int, seed
         "hardest": [_sample(ledger, int(i)) for i in hardest],
         "never_learnt": len(never),
         "never_learnt_samples": [_sample(ledger, int(i)) for i in never[:SHOWN]],
+        "suspects": _suspects(ledger),
         "forgotten": int((ledger.forgotten > 0).sum()) if classified.any() else None,
         "forecast": forecast(ledger, forecast_with, windows=windows, seed=seed),
     }
@@ -55,6 +57,18 @@ def forecast(ledger: Ledger, config: SelectConfig, *, windows: int, seed: int = 
         "skipped_mean_loss": float(ledger.mean_loss[known].mean()) if known.any() else None,
         "config": config.to_dict(),
     }
+
+
+def _suspects(ledger: Ledger) -> dict[str, Any] | None:
+    """Labels the training history contradicts, firmest first, and the estimated share of them; None without logits."""
+    s = suspicion(ledger.margin, ledger.label, ledger.guess)
+    if np.isnan(s).all():
+        return None
+    rate = noise_rate(s)
+    found = np.flatnonzero(s > threshold(rate, 0.75))
+    found = found[np.argsort(-s[found], kind="stable")]
+    shown = [{**_sample(ledger, int(i)), "suspicion": float(s[i])} for i in found[:SHOWN]]
+    return {"noise_rate": rate, "count": len(found), "samples": shown}
 
 
 def _top(score: np.ndarray, available: int) -> np.ndarray:
