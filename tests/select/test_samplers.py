@@ -77,7 +77,7 @@ def test_ratio_keeps_the_most_important_and_explores_the_rest():
     have = candidates()
     best = set(np.argsort(-have.importance)[:54].tolist())
     seen: set[int] = set()
-    for k in range(200):
+    for k in range(400):
         draw = set(ratio(have, 60, np.random.default_rng(k), explore=0.1).positions.tolist())
         assert best <= draw
         assert len(draw) == 60

@@ -84,11 +84,12 @@ def choose(rng: Rng, n: int, count: int) -> Ids:
 def choose_outside(rng: Rng, taken: Bools, count: int) -> Ids:
     """`count` different positions that are not `taken`, each set equally likely."""
     rest = len(taken) - int(np.count_nonzero(taken))
-    if 8 * count < rest:  # a few out of many: draw and reject instead of listing all
-        drawn = rng.integers(0, len(taken), round(1.5 * count * len(taken) / rest) + 64)
-        found = np.unique(drawn[~taken[drawn]])
+    if 4 * count < rest:  # a few out of many: toss for each, a little too often, and put the surplus back
+        share = count / rest
+        share += 5 * np.sqrt(share / rest) + 5 / rest
+        found = np.flatnonzero((rng.random(len(taken), dtype=np.float32) < share) & ~taken)
         if len(found) >= count:
-            return found[choose(rng, len(found), count)]
+            return np.delete(found, choose(rng, len(found), len(found) - count))
     free = np.flatnonzero(~taken)
     return free[choose(rng, len(free), count)]
 
