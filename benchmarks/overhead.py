@@ -125,7 +125,7 @@ def record_us(logits: bool, repeats: int) -> float:
         begin = time.perf_counter()
         for k in range(batches):
             ids = order[k * size : (k + 1) * size]
-            recorder.record(ids, losses, z if logits else None, y if logits else None, window=repeat)
+            recorder.record(ids, losses, z if logits else None, y if logits else None, window=repeat, number=k)
         recorder.flush()
         took.append((time.perf_counter() - begin) / batches * 1e6)
     return float(np.median(took[1:]))

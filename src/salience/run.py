@@ -138,6 +138,7 @@ class Run:
         self._recent = RecentLosses()
         self._weights: dict[torch.device, Tensor] = {}
         self._plain_weights = True
+        self._no_doubles = False
         self._checked_needs = False
         self._warned: set[str] = set()
         self._opened_at = 0.0
@@ -199,6 +200,9 @@ class Run:
         self._delivered = delivered
         self._weights = {}
         self._plain_weights = bool((plan.weights == 1).all())
+        once = np.zeros(self.n, dtype=bool)
+        once[plan.ids] = True
+        self._no_doubles = int(np.count_nonzero(once)) == len(plan)
         self._batch = None
 
     def _deliver(self, number: int, ids: npt.NDArray[np.int64], hint: Tensor | None = None) -> None:
@@ -327,7 +331,9 @@ class Run:
         if not self._checked_needs:
             self._check_needs(logits)
         if kept is None:
-            self._recorder.record(batch.ids, losses, logits, targets, window=batch.window, hint=batch.hint)
+            self._recorder.record(
+                batch.ids, losses, logits, targets, window=batch.window, hint=batch.hint, number=self._number(batch)
+            )
         else:
             self._recorder.trained(batch.ids, kept, window=batch.window)
         weights = None if self._plain_weights else self._weights_of(batch, losses.device)
@@ -365,6 +371,9 @@ class Run:
             self._recent.percentile(losses), max(1, round(share * len(losses))), power, generator
         )
         return batch.kept
+
+    def _number(self, batch: _Batch) -> int | None:
+        return batch.number if self._no_doubles else None
 
     def _batch_of(self, ids: Tensor | None) -> _Batch:
         if ids is None:

@@ -41,7 +41,7 @@ def test_a_logit_of_minus_infinity_leaves_the_entropy_finite():
 @pytest.mark.parametrize("overlap", [False, True])
 def test_entering_late_and_together_equals_entering_at_once(overlap):
     g = torch.Generator().manual_seed(0)
-    late, at_once = Ledger(2000), Ledger(2000)
+    late, at_once = Ledger(16 * (2 * HOLD + 3)), Ledger(16 * (2 * HOLD + 3))
     recorder = Recorder(late)
     for k in range(2 * HOLD + 3):
         ids = torch.randint(0, 2000, (16,), generator=g).numpy() if overlap else np.arange(16 * k, 16 * k + 16)

@@ -96,13 +96,13 @@ class Ledger:
             self.label[ids] = targets
 
     def record(
-        self, ids: Ids, rows: Rows, *, window: int, seen: bool = True, trained: bool = True, ordered: bool = False
+        self, ids: Ids, rows: Rows, *, window: int, seen: bool = True, trained: bool = True, unique: bool = False
     ) -> int:
         """Enter one batch: `rows` maps statistic names to float32 [B]. Returns how many losses were not finite.
 
         An id that stands twice in the batch counts as two visits with their mean. `seen=False` with
-        `trained=True` only counts the ids as trained: they were recorded when they were seen. `ordered` says that the
-        ids ascend already.
+        `trained=True` only counts the ids as trained: they were recorded when they were seen. `unique` says that no
+        id stands twice.
         """
         if not seen:
             if trained:
@@ -118,10 +118,7 @@ class Ledger:
         if not len(ids):
             return bad
         times = None
-        if not ordered:
-            order = id_order(ids)
-            ids, rows = ids[order], {name: row[order] for name, row in rows.items()}
-        if has_doubles(ids):
+        if not unique and has_doubles(ids[id_order(ids)]):
             ids, rows, times = _average_doubles(ids, rows)
         self._update(ids, rows, times, window, trained)
         return bad

@@ -14,8 +14,10 @@ from salience.ledger.exchange import Group
 from salience.ledger.ledger import Ids, Ledger, Rows, has_doubles, id_order
 from salience.ledger.statistics import finish, reduce_batch
 
-HOLD = 32
+HOLD = 128
 """Batches entered into the ledger together: fewer, larger array operations."""
+FEW = 8
+"""The same where only losses are known: then the arrays should stay in the processor's cache."""
 
 
 @dataclass(slots=True)
@@ -32,6 +34,8 @@ class _Pending:
     """Integer targets as they were delivered with the batch, to catch a look-ahead loop at once."""
     seen: bool = True
     trained: bool = True
+    number: int | None = None
+    """Of the batch in a plan in which no id stands twice."""
 
 
 class Recorder:
@@ -55,11 +59,13 @@ class Recorder:
         window: int,
         trained: bool = True,
         hint: Tensor | None = None,
+        number: int | None = None,
     ) -> None:
+        """Take one batch. With its `number` in a plan without doubles, nobody has to look for them."""
         names, values = reduce_batch(losses, logits, targets)
         hint = hint if targets is not None and self._hints_hold else None
         values, copied = _to_host(values)
-        item = _Pending(ids, names, values, window, copied, hint=hint, trained=trained)
+        item = _Pending(ids, names, values, window, copied, hint=hint, trained=trained, number=number)
         if hint is not None and copied is None and self._group is None:  # ranks must find out together, in flush()
             self._check_hint(item)
         self._hold(item)
@@ -95,24 +101,26 @@ class Recorder:
                 self._check_hint(item)
         for run in _alike(items):
             ids = np.concatenate([item.ids for item in run])
-            order = id_order(ids)
-            if len(run) > 1 and (not run[0].seen or has_doubles(ids[order])):
+            unique = run[0].seen and _different(run)
+            many = len(run[0].names) > 2
+            order = id_order(ids) if many or not unique else None
+            if not unique and (not run[0].seen or has_doubles(ids[order])):
                 for item in run:
                     self._enter_one(item.ids, item.values.numpy(), item)
-            elif not run[0].seen:
-                self._enter_one(ids, run[0].values.numpy(), run[0])
-            else:
-                values = np.concatenate([item.values.numpy() for item in run], axis=-1)
-                self._enter_one(ids[order], np.take(values, order, axis=1), run[0], ordered=True)
+                continue
+            values = np.concatenate([item.values.numpy() for item in run], axis=-1)
+            if order is not None:  # with many columns to visit, going through memory from front to back pays
+                ids, values = ids[order], np.take(values, order, axis=1)
+            self._enter_one(ids, values, run[0], unique=True)
 
-    def _enter_one(self, ids: Ids, values: np.ndarray, like: _Pending, *, ordered: bool = False) -> None:
+    def _enter_one(self, ids: Ids, values: np.ndarray, like: _Pending, *, unique: bool = False) -> None:
         if not like.seen and like.kept is not None:
             ids = ids[like.kept.numpy()]
         rows = _rows(like.names, values)
         if "target" in rows:
             self.ledger.check_labels(ids, rows["target"].astype(np.int32))
         self.bad += self.ledger.record(
-            ids, rows, window=like.window, seen=like.seen, trained=like.trained, ordered=ordered
+            ids, rows, window=like.window, seen=like.seen, trained=like.trained, unique=unique
         )
 
     def _enter_of_all_ranks(self, items: list[_Pending]) -> None:
@@ -178,11 +186,18 @@ def _alike(items: list[_Pending]) -> list[list[_Pending]]:
     runs: list[list[_Pending]] = []
     for item in items:
         joins = bool(runs) and item.kept is None and runs[-1][0].kept is None
+        joins = joins and (len(item.names) > 2 or len(runs[-1]) < FEW)
         if joins and _flags(runs[-1][0]) == _flags(item) and runs[-1][0].names == item.names:
             runs[-1].append(item)
         else:
             runs.append([item])
     return runs
+
+
+def _different(run: list[_Pending]) -> bool:
+    """Whether the batches are different ones of a plan without doubles."""
+    numbers = {item.number for item in run}
+    return None not in numbers and len(numbers) == len(run)
 
 
 def _flags(item: _Pending) -> tuple[int, bool, bool]:

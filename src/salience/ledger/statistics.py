@@ -21,10 +21,10 @@ def reduce_batch(losses: Tensor, logits: Tensor | None, targets: Tensor | None) 
     As few and small operations as possible: a training step waits for each launch. Classes travel as
     float32, which is exact up to 2^24.
     """
+    loss = losses.detach().to(torch.float32)
+    if targets is None:
+        return LOSS_ROWS, loss.clone().unsqueeze_(0)
     with torch.no_grad():
-        loss = losses.detach().to(torch.float32)
-        if targets is None:
-            return LOSS_ROWS, loss.reshape(1, -1).clone()
         label = targets.detach().to(device=loss.device)
         if logits is None:
             return TARGET_ROWS, torch.stack((loss, label.to(torch.float32)))
