@@ -7,6 +7,7 @@ import os
 import socket
 import zlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -110,5 +111,5 @@ def _node() -> int:
     """A number that is equal for processes of one running node and differs between nodes."""
     name = socket.gethostname()
     with contextlib.suppress(OSError):
-        name += open("/proc/sys/kernel/random/boot_id").read()  # noqa: SIM115
+        name += Path("/proc/sys/kernel/random/boot_id").read_text()
     return zlib.crc32(name.encode())
