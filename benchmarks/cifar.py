@@ -225,7 +225,7 @@ def noise_found(selector: Any, wrong: np.ndarray) -> dict[str, Any]:
     """How well the noise filter tells wrong labels: AUROC of its suspicion, precision and recall of its verdict."""
     ledger = selector.ledger
     s = suspicion(ledger.margin, ledger.label, ledger.guess)
-    suspect = s > threshold(noise_rate(s), 0.75)
+    suspect = s > threshold(noise_rate(s))
     order = rank_normalise(s) * len(s)
     n1, n0 = wrong.sum(), (~wrong).sum()
     auroc = (order[wrong].sum() - n1 * n1 / 2) / (n1 * n0)

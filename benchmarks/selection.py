@@ -2,7 +2,7 @@
 
 Baselines: all data; **the shorter run** (uniform, the same visits, its schedule fitted to them); a random share with salience's
 own keep curve; published rules by name. Same model (ResNet-9), augmentation, optimizer and schedule rule (one cycle over
-visits) for all; the learning rate was chosen from 0.2, 0.4, 0.8 for all data, the shorter run and the default alike.
+visits) for all; the learning rate was chosen from 0.2, 0.4, 0.8 for all data, the shorter run and the hardest-40% rule.
 
 Embarrassing would be: losing to the shorter run, or to all data under label noise.
 

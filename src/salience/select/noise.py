@@ -11,6 +11,9 @@ from salience.select.view import Floats, Verdict, View
 ENOUGH = 500_000
 """Samples from which the typical margins of the classes are averaged; beyond, every second, third, ... is taken."""
 
+LOWEST = 0.75
+"""The edge does not fall below this suspicion, however much noise there is."""
+
 
 def suspicion(margin: Floats, label: np.ndarray, guess: np.ndarray) -> Floats:
     """How much the model prefers its guess to the label, in units of how much it prefers right labels of that class.
@@ -48,7 +51,7 @@ def noise_rate(s: Floats) -> float:
     return float(np.count_nonzero(s > 0.75) / max(1, known))
 
 
-def threshold(rate: float, lowest: float) -> float:
+def threshold(rate: float, lowest: float = LOWEST) -> float:
     """Suspicion above which a label counts as wrong: the more noise there is, the less a single proof must weigh."""
     return max(lowest, 1.0 - 1.5 * rate)
 
@@ -59,7 +62,7 @@ def noise(
     *,
     start: float = 0.3,
     floor: float = 0.04,
-    lowest: float = 0.75,
+    lowest: float = LOWEST,
     revisit: int = 3,
     keep: float = 0.65,
     limit: float = 0.6,

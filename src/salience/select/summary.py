@@ -65,7 +65,7 @@ def _suspects(ledger: Ledger) -> dict[str, Any] | None:
     if np.isnan(s).all():
         return None
     rate = noise_rate(s)
-    found = np.flatnonzero(s > threshold(rate, 0.75))
+    found = np.flatnonzero(s > threshold(rate))
     found = found[np.argsort(-s[found], kind="stable")]
     shown = [{**_sample(ledger, int(i)), "suspicion": float(s[i])} for i in found[:SHOWN]]
     return {"noise_rate": rate, "count": len(found), "samples": shown}
