@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 import salience
 from salience.images.folder import ImageFolder
+from salience.ledger.copies import Copies
 from salience.models import build
 from salience.seeds import torch_generator
-from salience.select.noise import noise_rate, suspicion, threshold
+from salience.select.noise import judge
 from salience.select.ranks import rank_normalise
 
 Data = dict[str, np.ndarray]
+MEAN, STD = (0.491, 0.482, 0.447), (0.247, 0.243, 0.262)
 
 
 def _decode(job: tuple[str, str, str, int, int]) -> np.ndarray:
@@ -58,6 +60,32 @@ def corrupt(labels: np.ndarray, kind: str, share: float, seed: int, classes: int
     return out
 
 
+def with_copies(x: np.ndarray, y: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """As many images, of which `share` are near-copies of others: moved by up to a pixel, brightness +-8%, noise of 4/255.
+
+    Also the origin of each, int64 [n]: images with the same origin are copies of each other.
+    """
+    rng = np.random.default_rng(80)
+    n, m = len(x), round(share * len(x))
+    kept = rng.permutation(n)[: n - m]
+    source = rng.integers(0, n - m, m)
+    dx, dy = rng.integers(0, 3, (2, m, 1))
+    padded = np.pad(x[kept[source]], ((0, 0), (0, 0), (1, 1), (1, 1)), mode="edge")
+    side = np.arange(x.shape[2])
+    moved = padded[np.arange(m)[:, None, None], :, (side + dy)[:, :, None], (side + dx)[:, None, :]].transpose(
+        0, 3, 1, 2
+    )
+    changed = moved * rng.uniform(0.92, 1.08, (m, 1, 1, 1)) + rng.normal(0, 4, moved.shape)
+    images = np.concatenate((x[kept], np.clip(changed, 0, 255).astype(np.uint8)))
+    return images, np.concatenate((y[kept], y[kept][source])), np.concatenate((np.arange(n - m), source))
+
+
+def thumbnails(x: np.ndarray) -> np.ndarray:
+    """Images as 8 x 8 pixels of mean 0 and deviation 1, float32 [n, 192]: embeddings anybody can make."""
+    small = F.adaptive_avg_pool2d(torch.from_numpy(x).float(), 8).flatten(1)
+    return ((small - small.mean(1, keepdim=True)) / small.std(1, keepdim=True)).numpy()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     """One run."""
@@ -80,6 +108,14 @@ class Spec:
     share: float = 0.0
     pick: float = 0.0
     """Selective backprop: share of each batch that goes into the gradient."""
+    copies: float = 0.0
+    """This share of the images are near-copies of others."""
+    attach: bool = False
+    """The selector watches the model: features for near-copies, gradient norms for `grand`."""
+    thumbnails: bool = False
+    """Embeddings are given instead of taken while training."""
+    reference: bool = False
+    """What two networks, each trained on one half, think of the other half is given; its visits are counted."""
     trace: str = ""
 
 
@@ -118,8 +154,11 @@ def crop_flip(x: Tensor, generator: torch.Generator, flips: bool = True) -> Tens
     return padded.permute(0, 2, 3, 1)[index, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
-def train(spec: Spec, data: Data, device: str = "cuda") -> dict[str, Any]:
-    """Train once; accuracy on the clean test labels, visits in passes, seconds, what the filter found."""
+def train(spec: Spec, data: Data, device: str = "cuda", keep: list[nn.Module] | None = None) -> dict[str, Any]:
+    """Train once; accuracy on the clean test labels, visits in passes, seconds, what the filters found.
+
+    The trained model is appended to `keep`.
+    """
     torch.backends.cudnn.benchmark = True
     truth = data["train_y"]
     x = data["train_x"]
@@ -127,11 +166,14 @@ def train(spec: Spec, data: Data, device: str = "cuda") -> dict[str, Any]:
         some = np.random.default_rng(79).permutation(len(truth))[: spec.samples]
         x, truth = x[some], truth[some]
     labels = corrupt(truth, spec.noise, spec.share, spec.seed) if spec.noise else truth
+    origin = None
+    if spec.copies:
+        x, labels, origin = with_copies(x, labels, spec.copies)
+        truth = labels
+    reference, extra = _reference(spec, x, labels, data, device) if spec.reference else (None, 0.0)
     images = torch.from_numpy(x).to(device)
     y = torch.from_numpy(labels).to(device)
-    mean, std = (
-        torch.tensor(v, device=device).view(1, 3, 1, 1) * 255 for v in ((0.491, 0.482, 0.447), (0.247, 0.243, 0.262))
-    )
+    mean, std = _pixels(device)
     with torch.random.fork_rng(devices=[torch.device(device)] if device != "cpu" else []):
         torch.manual_seed(spec.seed)
         model = build(spec.model, 10).to(device, memory_format=torch.channels_last)
@@ -146,11 +188,14 @@ def train(spec: Spec, data: Data, device: str = "cuda") -> dict[str, Any]:
     if not spec.plain:
         selector = salience.Selector(
             len(y), batch_size=spec.batch_size, epochs=spec.epochs, select=select, seed=spec.seed, device=device,
-            drop_last=True, trace=spec.trace or None,
+            drop_last=True, trace=spec.trace or None, reference=reference, labels=labels if spec.thumbnails else None,
+            embeddings=thumbnails(x) if spec.thumbnails else None,
         )  # fmt: skip
+        if spec.attach:
+            selector.attach(model)
     schedule = salience.ProgressLR(optimizer, selector)
     draws = torch_generator(spec.seed, 9, device=device)
-    forward = backward = 0
+    forward = backward = round(extra * len(y))
     history: list[Any] = []
     torch.cuda.synchronize() if device != "cpu" else None
     begin = time.perf_counter()
@@ -180,11 +225,16 @@ def train(spec: Spec, data: Data, device: str = "cuda") -> dict[str, Any]:
             history.append((epoch, *noise_found(selector, labels != truth).values()))
     torch.cuda.synchronize() if device != "cpu" else None
     seconds = time.perf_counter() - begin
+    if not spec.plain and not spec.pick:
+        backward = int(selector.ledger.trained.sum()) + round(extra * len(y))
+    if keep is not None:
+        keep.append(model)
     return {
         "name": spec.name, "seed": spec.seed, "noise": f"{spec.noise}{spec.share:g}" if spec.noise else "",
         "accuracy": round(100 * accuracy(model, data, mean, std, device), 3),
         "visits": round(forward / len(y), 3), "backward": round(backward / len(y), 3), "seconds": round(seconds, 2),
         "history": history,
+        **({} if origin is None or spec.plain else copies_found(selector, origin)),
         **({} if spec.plain else found(selector, labels, truth)),
     }  # fmt: skip
 
@@ -223,15 +273,61 @@ def found(selector: Any, labels: np.ndarray, truth: np.ndarray) -> dict[str, Any
 
 def noise_found(selector: Any, wrong: np.ndarray) -> dict[str, Any]:
     """How well the noise filter tells wrong labels: AUROC of its suspicion, precision and recall of its verdict."""
-    ledger = selector.ledger
-    s = suspicion(ledger.margin, ledger.label, ledger.guess)
-    suspect = s > threshold(noise_rate(s))
-    order = rank_normalise(s) * len(s)
+    found = judge(selector.ledger, before=max(0.01, selector.plan.noise))
+    suspect = found.suspects
+    order = rank_normalise(found.suspicion) * len(wrong)
     n1, n0 = wrong.sum(), (~wrong).sum()
     auroc = (order[wrong].sum() - n1 * n1 / 2) / (n1 * n0)
     return {
         "auroc": round(float(auroc), 4),
-        "noise_rate": round(noise_rate(s), 4),
+        "noise_rate": round(found.rate, 4),
         "recall": round(float(suspect[wrong].mean()), 4),
         "precision": round(float(wrong[suspect].mean()) if suspect.any() else 0.0, 4),
     }
+
+
+def copies_found(selector: Any, origin: np.ndarray) -> dict[str, Any]:
+    """Of the images that have a copy, how many share a group with one; of those in a group, how many do."""
+    found: Copies | None = selector.copies
+    if found is None:
+        return {"copies_recall": 0.0, "copies_precision": 0.0}
+    has = np.bincount(origin, minlength=len(origin))[origin] > 1
+    grouped = found.group >= 0
+    pair = found.group.astype(np.int64) * len(origin) + origin
+    _, place, times = np.unique(pair, return_inverse=True, return_counts=True)
+    right = grouped & (times[place] > 1)
+    return {
+        "copies_recall": round(float(right[has].mean()), 4),
+        "copies_precision": round(float(right[grouped].mean()), 4) if grouped.any() else 0.0,
+    }
+
+
+def _reference(spec: Spec, x: np.ndarray, labels: np.ndarray, data: Data, device: str) -> tuple[np.ndarray, float]:
+    """Losses of two four-epoch networks on the halves they were not trained on, and what that cost in passes."""
+    losses = np.empty(len(x), dtype=np.float32)
+    half = np.random.default_rng(81).permutation(len(x)) % 2 == 0
+    for part in (half, ~half):
+        small = {**data, "train_x": x[part], "train_y": labels[part]}
+        quick = Spec(name="reference", plain=True, epochs=4, seed=spec.seed + 99, batch_size=spec.batch_size, lr=spec.lr,
+                     model=spec.model, flip=spec.flip, scale=spec.scale)  # fmt: skip
+        models: list[nn.Module] = []
+        train(quick, small, device, models)
+        losses[~part] = _losses_of(models[0], spec.scale, x[~part], labels[~part], device)
+    return losses, 4.0
+
+
+@torch.no_grad()
+def _losses_of(model: nn.Module, scale: float, x: np.ndarray, labels: np.ndarray, device: str) -> np.ndarray:
+    mean, std = _pixels(device)
+    out: list[np.ndarray] = []
+    for k in range(0, len(x), 1000):
+        images = (torch.from_numpy(x[k : k + 1000]).to(device) - mean) / std
+        logits = model.eval()(images) * scale
+        targets = torch.from_numpy(labels[k : k + 1000]).to(device)
+        out.append(F.cross_entropy(logits.float(), targets, reduction="none").cpu().numpy())
+    return np.concatenate(out)
+
+
+def _pixels(device: str) -> tuple[Tensor, Tensor]:
+    mean, std = (torch.tensor(v, device=device).view(1, 3, 1, 1) * 255 for v in (MEAN, STD))
+    return mean, std

@@ -2,10 +2,11 @@
 
 Baseline: the plain DataLoader, same items (0.2 ms of work each), same order, in turns within one process; plain against plain
 beside it, to show what the machine's noise alone does to the ratio. Then the parts alone: planning 1.28 M samples
-(100 M with --full), recording a batch of 1024 (flush included), bytes a sample.
+(100 M with --full), recording a batch of 1024 (flush included), bytes a sample. And gradient norms of an attached
+model: a training step with them over a plain one, in turns, for "auto" and "all" layers.
 
 Embarrassing would be: loader_ratio over 1.02, plan_ms_1_28m over 150, plan_s_100m over 15, record_us_1024 over 100,
-record_logits_us_1024 over 400, more than 64 bytes a sample.
+record_logits_us_1024 over 400, more than 64 bytes a sample, ghost_ratio over 1.15 for either model.
 
     python benchmarks/overhead.py [--quick | --full]
 
@@ -17,16 +18,18 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import salience
 from salience.ledger import Ledger, Recorder, bytes_per_sample
+from salience.models import build
 from salience.select import Pipeline, preset
 
 ITEM_SECONDS = 2e-4
@@ -131,6 +134,56 @@ def record_us(logits: bool, repeats: int) -> float:
     return float(np.median(took[1:]))
 
 
+def training(model: str, batch: int, grad_norm: str | None, attach: bool) -> Iterator[float]:
+    """Seconds of one training step after the other; without `attach` salience has no part in it."""
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.randn(16 * batch, 3, 32, 32, generator=g), torch.randint(0, 10, (16 * batch,), generator=g)
+    net = build(model, 10)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
+    loader = salience.Selector(len(x), batch_size=batch)
+    if attach:
+        loader.attach(net, grad_norm=grad_norm)
+    while True:
+        batches = (
+            iter(loader) if attach else iter([(i, None) for i in torch.randperm(len(x), generator=g).split(batch)])
+        )
+        begin = time.perf_counter()
+        for ids, _ in batches:
+            logits = net(x[ids])
+            losses = F.cross_entropy(logits, y[ids], reduction="none")
+            loss = loader.loss(losses) if attach else losses.mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            yield time.perf_counter() - begin
+            begin = time.perf_counter()
+
+
+def ghost_ratio(model: str, batch: int, turns: int) -> dict[str, Any]:
+    """A step with gradient norms over a plain one. Each turn takes one step of each, first in another order each time."""
+    arms = {
+        "plain": training(model, batch, None, attach=False),
+        "again": training(model, batch, None, attach=False),
+        "auto": training(model, batch, "auto", attach=True),
+        "all": training(model, batch, "all", attach=True),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for turn in range(turns + 2):
+        names = list(arms)
+        for name in names[turn % 4 :] + names[: turn % 4]:
+            took = next(arms[name])
+            if turn >= 2:
+                seconds[name].append(took)
+    ratios = {name: list(np.array(seconds[name]) / np.array(seconds["plain"])) for name in arms}
+    return {
+        f"ghost_ratio_{model}": round(float(np.median(ratios["auto"])), 4),
+        f"ghost_ratio_{model}_interval": interval(ratios["auto"]),
+        f"ghost_all_ratio_{model}": round(float(np.median(ratios["all"])), 4),
+        f"ghost_plain_vs_plain_{model}": round(float(np.median(ratios["again"])), 4),
+        f"ghost_step_ms_{model}": round(1e3 * float(np.median(seconds["plain"])), 2),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller and within a minute")
@@ -140,6 +193,10 @@ def main() -> None:
     figures: dict[str, Any] = {}
     print("loader against plain DataLoader, in turns ...", flush=True)
     figures |= loader_ratio(pairs=15 if args.quick else 41, items=2048)
+    print("training steps with gradient norms against plain ones, in turns ...", flush=True)
+    figures |= ghost_ratio("mlp", 64, turns=200 if args.quick else 600)
+    figures |= ghost_ratio("resnet9", 8, turns=12 if args.quick else 40)
+    figures["ghost_ratio"] = max(figures["ghost_ratio_mlp"], figures["ghost_ratio_resnet9"])
     print("planning 1.28 M samples ...", flush=True)
     figures["plan_ms_1_28m"] = round(1e3 * plan_seconds(1_280_000, 5 if args.quick else 15), 1)
     figures["ledger_bytes_per_sample"] = bytes_per_sample()

@@ -34,31 +34,50 @@ from salience.images.glyphs import render
 
 PRESETS = {"infobatch": 20, "kakurenbo": 19, "seta": 17, "el2n": 24, "forgetting": 24, "epsilon_greedy": 24, "ucb": 24}
 """Published rules and the epochs that bring each near the default's visits."""
+NEW_PRESETS = [
+    Spec(name="grand", select="grand", attach=True),
+    Spec(name="window", select="window"),
+    Spec(name="rho", select="rho", reference=True, epochs=20),
+    Spec(name="proxy", select="proxy", reference=True, epochs=20),
+    Spec(name="fine_pruning", select="fine_pruning", reference=True, epochs=20),
+    Spec(name="selective_backprop", select="selective_backprop"),
+]
 RANDOM = SelectConfig(keep=Use(name="all_less_all", options={"share": 0.4, "warmup": 2, "end": 0.2}))
+ONCE = SelectConfig(filters=(Use(name="redundancy"),))
+"""Everything but near-copies."""
 NOISES = [("symmetric", 0.4), ("pair", 0.4), ("symmetric", 0.2), ("pair", 0.2)]
 
 
 def timed() -> list[Spec]:
-    """Alone on the device, half the data, both in turns, after a run that warms it up: what is saved in seconds."""
-    full = Spec(name="time_full", plain=True, samples=25_000)
-    ours = Spec(name="time_default", select="default", samples=25_000)
+    """Alone on the device, a quarter of the data, in turns, after a run that warms it up: what is saved in seconds."""
+    full = Spec(name="time_full", plain=True, samples=12_500)
+    ours = Spec(name="time_default", select="default", samples=12_500)
     rows = [replace(full, name="warm_up", epochs=2)]
     return rows + [replace(spec, seed=seed) for seed in range(3) for spec in (full, ours)]
 
 
-def specs() -> list[Spec]:
-    """Rows that matter most first, so that a run cut short has them."""
+def specs() -> dict[str, list[Spec]]:
+    """Parts, and in each the rows that matter most first, so that a run cut short has them."""
     full, shorter = Spec(name="full", plain=True), Spec(name="shorter", plain=True, epochs=14)
     ours, chance = Spec(name="default", select="default"), Spec(name="random", select=RANDOM)
-    rows = [replace(s, seed=seed) for seed in range(3) for s in (full, shorter, ours)]
-    for seed in range(2):
-        for kind, share in NOISES:
-            rows += [replace(s, noise=kind, share=share, seed=seed) for s in (full, ours)]
-    rows += [replace(s, seed=seed) for seed in range(3, 5) for s in (full, shorter, ours)]
-    rows += [Spec(name=name, select=name, epochs=epochs) for name, epochs in PRESETS.items()]
-    rows += [replace(chance, seed=0), replace(chance, seed=1), Spec(name="selective_backprop", pick=0.5)]
-    rows += [replace(shorter, noise=kind, share=share) for kind, share in NOISES]
-    return rows
+    clean = [replace(s, seed=seed) for seed in range(5) for s in (full, shorter, ours)]
+    noise = [
+        replace(s, noise=kind, share=share, seed=seed)
+        for seed in range(3)
+        for kind, share in NOISES
+        for s in (full, ours)
+    ]
+    noise += [replace(shorter, noise=kind, share=share) for kind, share in NOISES]
+    noise += [Spec(name="el2n", select="el2n", noise=kind, share=share) for kind, share in NOISES]
+    doubled = Spec(name="copies_full", plain=True, copies=0.3)
+    once = Spec(name="copies_once", select=ONCE, copies=0.3, attach=True)
+    given = replace(once, name="copies_given", attach=False, thumbnails=True)
+    copies = [replace(s, seed=seed) for seed in range(3) for s in (doubled, once, given)]
+    rules = [Spec(name=name, select=name, epochs=epochs) for name, epochs in PRESETS.items()]
+    rules += [replace(chance, seed=0), replace(chance, seed=1), *NEW_PRESETS]
+    again = [replace(rule, seed=seed) for seed in (1, 2) for rule in rules[: len(PRESETS)]]
+    trace = [replace(ours, name="trace_default", trace="runs/trace-default")]
+    return {"clean": clean, "noise": noise, "copies": copies, "presets": rules + again, "trace": trace}
 
 
 def quick_specs() -> list[Spec]:
@@ -137,7 +156,7 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
             groups.setdefault((row["noise"], row["name"]), {})[row["seed"]] = row
     print(f"\n{'labels':<14} {'rule':<20} {'accuracy':>16} {'forward':>8} {'backward':>9} {'seeds':>6}")
     for (noise, name), runs in sorted(groups.items()):
-        if name.startswith(("time_", "warm_up")):
+        if name.startswith(("time_", "warm_up", "trace_")):
             continue
         mean, half = mean_interval([r["accuracy"] for r in runs.values()])
         visits, backward = (np.mean([r[k] for r in runs.values()]) for k in ("visits", "backward"))
@@ -163,6 +182,18 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
             name: np.mean([r["seconds"] for r in groups["", name].values()]) for name in ("time_full", "time_default")
         }
         out["clean_speedup"] = round(float(seconds["time_full"] / seconds["time_default"]), 3)
+    pairs = paired("", "copies_once", "copies_full"), paired("", "copies_given", "copies_full")
+    for name, differences in zip(("copies_once", "copies_given"), pairs, strict=True):
+        if differences:
+            runs = groups["", name].values()
+            out |= {
+                f"{name}_gap": round(-float(np.mean(differences)), 3),
+                f"{name}_visits": round(visits("", name) / visits("", "copies_full"), 3),
+                **{
+                    f"{name}_{k}": round(float(np.mean([r[f"copies_{k}"] for r in runs])), 4)
+                    for k in ("recall", "precision")
+                },
+            }
     for share in ("0.4", "0.2"):
         gains = {kind: paired(f"{kind}{share}", "default", "full") for kind in ("symmetric", "pair")}
         if all(gains.values()):
@@ -183,6 +214,7 @@ def main() -> None:
     parser.add_argument("--data", default="", help="cifar10.tar.gz: train and test folders of small JPEGs")
     parser.add_argument("--rows", default="runs/selection.jsonl", help="where finished rows are kept")
     parser.add_argument("--jobs", type=int, default=8, help="processes that share the device")
+    parser.add_argument("--parts", default="", help="of time,clean,noise,copies,presets,trace; all by default")
     parser.add_argument("--show", default="", help="print table and figures of a file of rows, and run nothing")
     parser.add_argument("--quick", action="store_true", help="rendered digits on the CPU, within a minute")
     args = parser.parse_args()
@@ -201,10 +233,12 @@ def main() -> None:
             parser.error("the full benchmark needs a GPU and --data; use --quick elsewhere")
         have = {key(json.loads(line)) for line in store.read_text().splitlines()} if store.exists() else set()
         data = load(args.data)
-        for spec in timed():
+        parts = args.parts.split(",") if args.parts else ["time", *specs()]
+        for spec in timed() if "time" in parts else []:
             if key(spec) not in have:
                 write(run_one(spec, data, "cuda"), store)
-        run_all([spec for spec in specs() if key(spec) not in have], args.data, args.jobs, store)
+        wanted = [spec for part in parts if part != "time" for spec in specs()[part]]
+        run_all([spec for spec in wanted if key(spec) not in have], args.data, args.jobs, store)
     print(json.dumps(figures([json.loads(line) for line in store.read_text().splitlines()])))
 
 

@@ -44,4 +44,4 @@ def test_a_run_logs_its_config_plans_and_windows(problem, tmp_path):
             loader.loss(x.sum(1))
         loader.evaluated(0.5)
     kinds = [e["kind"] for e in read(tmp_path / "run.jsonl")]
-    assert kinds == ["run"] + ["plan", "window", "evaluated"] * 3
+    assert kinds == ["run"] + ["plan", "window", "evaluated"] * 2 + ["plan", "window", "findings", "evaluated"]

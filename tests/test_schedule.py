@@ -48,3 +48,13 @@ def test_an_unknown_shape_gets_a_hint():
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
     with pytest.raises(ConfigError, match="Did you mean 'cosine'"):
         salience.ProgressLR(optimizer, Clock(), "cosin")
+
+
+def test_the_rate_is_multiplied_by_what_the_batch_size_asks_for():
+    clock = Clock()
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
+    schedule = salience.ProgressLR(optimizer, clock, lambda p: 1 - p)
+    clock.progress, clock.lr_scale = 0.5, 0.4
+    optimizer.step()
+    schedule.step()
+    assert schedule.get_last_lr() == pytest.approx([2.0 * 0.5 * 0.4])

@@ -17,6 +17,7 @@ from salience.ledger import Ledger
 from salience.loader import Loader
 from salience.plan import Plan, Trace
 from salience.schedule import ProgressLR
+from salience.select.pilot import pilot
 from salience.selector import Selector
 
 __all__ = [
@@ -38,4 +39,5 @@ __all__ = [
     "Trace",
     "Use",
     "__version__",
+    "pilot",
 ]

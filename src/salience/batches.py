@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from salience.plan import Shard
 
@@ -26,6 +27,8 @@ class Fetched(NamedTuple):
 
     order: Order
     samples: Any
+    prints: npt.NDArray[np.int64] | None = None
+    """Fingerprints of their bytes, where the data set makes them."""
 
 
 class Tagged(NamedTuple):
@@ -34,6 +37,7 @@ class Tagged(NamedTuple):
     number: int
     ids: Tensor
     batch: Any
+    prints: Tensor | None = None
 
 
 class Orders:
@@ -60,11 +64,16 @@ class Orders:
 
 
 class Tagging(Dataset[Any]):
-    """The user's data set, asked for a whole Order at once."""
+    """The user's data set, asked for a whole Order at once.
+
+    A data set with a method `fingerprints(ids) -> int64 [B]` is asked for those of the samples it has just read, so that byte
+    copies are found without reading anything twice.
+    """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self._many = callable(getattr(dataset, "__getitems__", None))
+        self._prints = _fingerprints(dataset)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -74,7 +83,21 @@ class Tagging(Dataset[Any]):
 
     def __getitems__(self, order: Order) -> Fetched:
         ids: list[int] = order.ids.tolist()
-        return Fetched(order, self.dataset.__getitems__(ids) if self._many else [self.dataset[i] for i in ids])
+        samples = self.dataset.__getitems__(ids) if self._many else [self.dataset[i] for i in ids]
+        return Fetched(order, samples, None if self._prints is None else self._prints(ids))
+
+
+def _fingerprints(dataset: Any) -> Callable[[list[int]], Any] | None:
+    """The data set's own method, looked for also under torch's Subset."""
+    if isinstance(dataset, Subset):
+        inner, indices = _fingerprints(dataset.dataset), dataset.indices
+        return None if inner is None else functools.partial(_of_subset, inner, indices)
+    found = getattr(dataset, "fingerprints", None)
+    return found if callable(found) else None
+
+
+def _of_subset(inner: Any, indices: Any, ids: list[int]) -> npt.NDArray[np.int64]:
+    return inner([int(indices[i]) for i in ids])
 
 
 class TagCollate:
@@ -84,7 +107,9 @@ class TagCollate:
         self.collate = collate
 
     def __call__(self, fetched: Fetched) -> Tagged:
-        return Tagged(fetched.order.number, torch.from_numpy(fetched.order.ids.copy()), self.collate(fetched.samples))
+        order, samples, prints = fetched
+        tags = torch.from_numpy(order.ids.copy())
+        return Tagged(order.number, tags, self.collate(samples), None if prints is None else torch.from_numpy(prints))
 
 
 def integer_targets(batch: Any, count: int) -> Tensor | None:

@@ -3,6 +3,8 @@
     out/last.pt        the newest checkpoint
     out/previous.pt    the one before, should the disk have damaged the newest
     out/ledger.npz     what is known of every sample, written at the end
+    out/names.npz      the file of every sample, likewise
+    out/copies.npz     near-copies, where they were looked for
     out/run.jsonl      the event log
 
 A checkpoint is read with `weights_only=True` alone: loading one from a stranger runs no code of theirs.
@@ -15,14 +17,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from salience.config import TrainConfig
 from salience.errors import StateError
+from salience.ledger.files import read_npz, write_npz
 
 LAST, PREVIOUS, PART, DAMAGED = "last.pt", "previous.pt", "last.pt.part", "last.pt.damaged"
-LEDGER, LOG = "ledger.npz", "run.jsonl"
-FORMAT = "salience-checkpoint-1"
+LEDGER, LOG, NAMES, COPIES = "ledger.npz", "run.jsonl", "names.npz", "copies.npz"
+FORMAT, NAMES_FORMAT = "salience-checkpoint-1", "salience-names-1"
 SAME = ("model", "epochs", "batch_size", "lr", "weight_decay", "size", "seed")
 """Settings a run cannot change on the way; of `select`, the loader takes care."""
 
@@ -137,6 +142,29 @@ def ledger_file(path: str | Path) -> Path:
             "`salience train --resume`, or name a ledger file."
         )
     return path / LEDGER
+
+
+def write_names(
+    folder: Path, names: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]
+) -> None:
+    """Keep the file names of a listing, and where in it each sample stands."""
+    write_npz(folder / NAMES, {"format": np.array(NAMES_FORMAT), "names": names, "offsets": offsets, "ids": ids})
+
+
+def read_names(folder: Path, n: int) -> Callable[[int], str] | None:
+    """From the id of one of `n` samples to the name of its file, to be shown; None where the run has kept none."""
+    if not (folder / NAMES).exists():
+        return None
+    kept = read_npz(folder / NAMES, NAMES_FORMAT, "list of file names")
+    names, offsets, ids = kept["names"], kept["offsets"], kept["ids"]
+    if len(ids) != n:
+        raise StateError(f"{str(folder / NAMES)!r} names {len(ids)} samples, not {n}; it is of another run, delete it.")
+
+    def name(sample: int) -> str:
+        i = int(ids[sample])
+        return names[offsets[i] : offsets[i + 1]].tobytes().decode(errors="backslashreplace")
+
+    return name
 
 
 def _sync_folder(folder: Path) -> None:

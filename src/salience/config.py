@@ -55,7 +55,21 @@ class SelectConfig:
     """Rank-normalised to [0, 1] and added with their weights; with none, every sample is equally important."""
     sampler: Use = Use(name="uniform")
     keep: Use = Use(name="constant", options={"share": 1.0})
-    """A curve over the run: which share of the samples a window visits."""
+    """A curve over the run: which share of the samples a window visits; "auto" is steered by validation results."""
+    pick: float = 1.0
+    """Share of every batch that is trained on, chosen after the forward pass (selective backprop); 1 trains on all."""
+    steps: str = "fewer"
+    """"fewer": a window that visits less has fewer steps. "constant": as many, by batches that shrink with the visits."""
+    lr_power: float = 0.5
+    """With constant steps the learning rate is multiplied by (batch / batch_size)^lr_power; 1 is linear scaling."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.pick <= 1:
+            raise ConfigError(f"select.pick is {self.pick}; it must be above 0 and at most 1.")
+        if self.steps not in ("fewer", "constant"):
+            raise ConfigError(f"select.steps is {self.steps!r}; it must be 'fewer' or 'constant'.")
+        if self.lr_power < 0:
+            raise ConfigError(f"select.lr_power is {self.lr_power}; it must be at least 0.")
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -63,6 +77,9 @@ class SelectConfig:
             "scores": [u.to_dict() for u in self.scores],
             "sampler": self.sampler.to_dict(),
             "keep": self.keep.to_dict(),
+            "pick": self.pick,
+            "steps": self.steps,
+            "lr_power": self.lr_power,
         }
 
     def merged(self, table: Mapping[str, Any]) -> SelectConfig:
@@ -78,6 +95,13 @@ class SelectConfig:
                 changes[key] = tuple(use(item) for item in cast("Sequence[Any]", value))
             elif key == "keep" and isinstance(value, (int, float)):
                 changes[key] = Use(name="constant", options={"share": float(value)})
+            elif key in ("pick", "steps", "lr_power"):
+                wanted = str if key == "steps" else (int, float)
+                if not isinstance(value, wanted) or isinstance(value, bool):
+                    raise ConfigError(
+                        f"select.{key} is {value!r}; it must be {'a word' if key == 'steps' else 'a number'}."
+                    )
+                changes[key] = value
             else:
                 changes[key] = use(value)
         return replace(self, **changes)

@@ -5,8 +5,11 @@ fields depend on the kind:
 
     run        config, versions, population, seed        once, at the start (and again after a resume)
     plan       window, picked, population, filters, ...   at each window's start
+    signals    layers, left_out, share, text              once, when the attached model's first batch came
     window     window, seconds, overhead, losses, ...     at each window's end
     evaluated  metric, progress                           whenever the user reports a validation result
+    steered    from, to, metric, mean, spread, reason     when keep = "auto" moved the share that is kept
+    findings   suspects, hard, copies, noise_rate, ...    after the last window, and when a report was asked for
     observed   summary                                    when a report was asked for
     warning    text, ...                                  a plug-in disabled, losses that are not finite, ...
 """

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
@@ -16,6 +17,8 @@ from salience.events import EventLog
 from salience.ledger import Ledger
 from salience.run import Run, Select
 from salience.seeds import WORKERS, torch_seed
+from salience.select.reference import Opinion
+from salience.select.steering import Paths
 
 _INSTEAD = {
     "shuffle": "the plan sets the order; in observe mode it is a plain shuffle",
@@ -38,9 +41,10 @@ class Loader(Run):
 
     `select` unset = observe: the batches of `DataLoader(shuffle=True, generator=g)` with g seeded by `seed` (or the
     `generator` given), and the ledger fills. DataLoader's other arguments pass through. `with_ids=True` delivers
-    `(ids, batch)`, for loops that fetch ahead. `ledger` starts from what another run learnt, `trace` records
-    the plans in a folder, `log` is the JSONL event log. A failing plug-in is switched off, named and logged;
-    with `strict=True` it raises.
+    `(ids, batch)`, for loops that fetch ahead. `ledger` starts from what another run learnt, `reference` is what
+    other models think of the samples (for `rho`, `proxy`, `cscore`), `baseline` the event logs of earlier runs, by which
+    `keep = "auto"` is steered. `trace` records the plans in a folder, `log` is the JSONL event log. A failing plug-in
+    is switched off, named and logged; with `strict=True` it raises.
     """
 
     def __init__(
@@ -56,6 +60,9 @@ class Loader(Run):
         collate_fn: Any = None,
         generator: torch.Generator | None = None,
         ledger: Ledger | str | Path | None = None,
+        reference: Opinion | Sequence[Opinion] | None = None,
+        baseline: Paths | None = None,
+        embeddings: npt.ArrayLike | None = None,
         trace: str | Path | None = None,
         log: EventLog | str | Path | None = None,
         strict: bool = False,
@@ -65,7 +72,7 @@ class Loader(Run):
         n = _length(dataset)
         super().__init__(
             n, batch_size=batch_size, epochs=epochs, select=select, seed=seed, drop_last=drop_last, generator=generator,
-            ledger=ledger, trace=trace, log=log, strict=strict,
+            ledger=ledger, reference=reference, baseline=baseline, embeddings=embeddings, trace=trace, log=log, strict=strict,
         )  # fmt: skip
         self.dataset = dataset
         self.with_ids = with_ids
@@ -100,8 +107,8 @@ class Loader(Run):
         self._orders.set(shard, self._delivered)
         tagged: Tagged
         for tagged in self._inner:
-            number, ids, batch = tagged
-            self._deliver(number, ids.numpy(), integer_targets(batch, len(ids)))
+            number, ids, batch, prints = tagged
+            self._deliver(number, ids.numpy(), integer_targets(batch, len(ids)), prints)
             yield (ids, batch) if self.with_ids else batch
         self._close_window()
 

@@ -44,6 +44,10 @@ class Plan:
     level: npt.NDArray[np.uint8]
     """Treatment level, uint8 [n]: 0 = everything fresh; higher levels belong to Treat."""
     drop_last: bool = False
+    lr_scale: float = 1.0
+    """Factor on the learning rate that goes with `batch_size`, where that was changed to keep the number of steps."""
+    noise: float = 0.0
+    """Share of wrong labels the filters estimated; the next plan starts from it."""
     notes: tuple[Note, ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -88,6 +92,7 @@ class Plan:
             "population": np.array(self.population),
             "batch_size": np.array(self.batch_size),
             "drop_last": np.array(self.drop_last),
+            "lr_scale": np.array(self.lr_scale),
             "ids": self.ids,
             "weights": self.weights,
             "importance": self.importance,
@@ -101,6 +106,7 @@ class Plan:
             population=int(arrays["population"]),
             batch_size=int(arrays["batch_size"]),
             drop_last=bool(arrays["drop_last"]),
+            lr_scale=float(arrays.get("lr_scale", 1.0)),
             ids=np.array(arrays["ids"], dtype=np.int64),
             weights=np.array(arrays["weights"], dtype=np.float32),
             importance=np.array(arrays["importance"], dtype=np.float32),

@@ -22,12 +22,16 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "class_floor": "salience.select.filters:class_floor",
         "tail": "salience.select.filters:tail",
         "noise": "salience.select.noise:noise",
+        "redundancy": "salience.select.redundancy:redundancy",
+        "coarse": "salience.select.coarse:coarse",
     },
     "scores": {
         "loss": "salience.select.scores:loss",
         "ema_loss": "salience.select.scores:ema_loss",
+        "difficulty": "salience.select.scores:difficulty",
         "staleness": "salience.select.scores:staleness",
         "el2n": "salience.select.scores:el2n",
+        "grand": "salience.select.scores:grand",
         "margin": "salience.select.scores:margin",
         "aum": "salience.select.scores:aum",
         "forgetting": "salience.select.scores:forgetting",
@@ -36,6 +40,9 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "confidence": "salience.select.scores:confidence",
         "ucb": "salience.select.scores:ucb",
         "uncertainty": "salience.select.scores:uncertainty",
+        "rho": "salience.select.scores:rho",
+        "proxy": "salience.select.scores:proxy",
+        "cscore": "salience.select.scores:cscore",
     },
     "samplers": {
         "uniform": "salience.select.samplers:uniform",
@@ -45,12 +52,14 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "prune_rescale": "salience.select.samplers:prune_rescale",
         "hide": "salience.select.samplers:hide",
         "window": "salience.select.samplers:window",
+        "slide": "salience.select.samplers:slide",
     },
     "curves": {
         "constant": "salience.select.curves:constant",
         "step": "salience.select.curves:step",
         "cosine": "salience.select.curves:cosine",
         "all_less_all": "salience.select.curves:all_less_all",
+        "auto": "salience.select.curves:auto",
     },
 }
 """kind -> name -> "module:function". `policies` and `levers` join when their rooms are built."""
@@ -61,7 +70,8 @@ class Card:
     """What the framework must know of a plug-in beyond its result."""
 
     needs: tuple[str, ...] = ()
-    """Ledger columns it reads that are empty unless `loss()` is given more than the losses, e.g. `margin`."""
+    """Ledger columns it reads that are empty unless `loss()` is given more than the losses, e.g. `margin`; or "reference":
+    what another model thinks, the argument `reference=`."""
     unbiased: bool = False
     """Samplers: the stated inclusion probabilities are exact, so weights 1/p give the full gradient in expectation."""
     exact: bool = True

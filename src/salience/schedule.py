@@ -41,6 +41,8 @@ SHAPES: dict[str, Callable[[float], float]] = {"one_cycle": one_cycle, "cosine":
 class ProgressLR(LRScheduler):
     """Sets every learning rate to its first value times `shape(loader.progress)`; call `step()` after each batch.
 
+    Where the loader has an `lr_scale` (steps = "constant" shrinks batches), that is a factor too.
+
     `shape` is a function of progress in [0, 1] or the name of one: "one_cycle", "cosine", "linear". Progress
     counts sample visits, so the schedule ends with the run whatever was skipped.
     """
@@ -57,8 +59,8 @@ class ProgressLR(LRScheduler):
         loader = self._loader()
         if loader is None:
             raise StateError("The loader of this ProgressLR is gone; keep it as long as the schedule.")
-        progress = loader.progress
-        return [float(base) * self._shape(progress) for base in self.base_lrs]
+        factor = self._shape(loader.progress) * float(getattr(loader, "lr_scale", 1.0))
+        return [float(base) * factor for base in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
         return {key: value for key, value in super().state_dict().items() if key not in ("_loader", "_shape")}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy.typing as npt
@@ -12,6 +12,8 @@ from torch import Tensor
 from salience.events import EventLog
 from salience.ledger import Ledger
 from salience.run import Run, Select
+from salience.select.reference import Opinion
+from salience.select.steering import Paths
 
 
 class Selector(Run):
@@ -39,13 +41,16 @@ class Selector(Run):
         drop_last: bool = False,
         generator: torch.Generator | None = None,
         ledger: Ledger | str | Path | None = None,
+        reference: Opinion | Sequence[Opinion] | None = None,
+        baseline: Paths | None = None,
+        embeddings: npt.ArrayLike | None = None,
         trace: str | Path | None = None,
         log: EventLog | str | Path | None = None,
         strict: bool = False,
     ) -> None:
         super().__init__(
             n, batch_size=batch_size, epochs=epochs, select=select, seed=seed, drop_last=drop_last, generator=generator,
-            ledger=ledger, trace=trace, log=log, strict=strict,
+            ledger=ledger, reference=reference, baseline=baseline, embeddings=embeddings, trace=trace, log=log, strict=strict,
         )  # fmt: skip
         self.device = torch.device(device)
         if labels is not None:

@@ -35,6 +35,7 @@ from salience.report.observed import render
 from salience.run import resolve
 from salience.schedule import ProgressLR
 from salience.seeds import AUGMENT, torch_generator, torch_seed
+from salience.select.findings import save_copies
 
 MOMENTUM = 0.9
 
@@ -93,6 +94,7 @@ class Training:
             decayed(self.model, config.weight_decay), lr=rate, momentum=MOMENTUM, nesterov=True
         )
         self.loader = self._make_loader(fresh=saved is None)
+        self.loader.attach(self.model)
         self.test = DataLoader(
             data.test, batch_size=config.batch_size, generator=torch.Generator(), **self._workers(persistent=True)
         )
@@ -255,6 +257,11 @@ class Training:
     def finish(self) -> None:
         """Write the ledger; show the result and, where nothing was selected, what could have been."""
         ledgers.save(self.loader.ledger, self.folder / checkpoint.LEDGER)
+        listing = self.data.source.listing
+        checkpoint.write_names(self.folder, listing.names, listing.name_offsets, self.data.ids)
+        copies = self.loader.copies
+        if copies is not None:
+            save_copies(self.folder / checkpoint.COPIES, copies.group, copies.similarity)
         tally, config = self.tally, self.config
         full = config.epochs * len(self.data)
         table(
@@ -276,7 +283,8 @@ class Training:
             for sample in event["summary"]["hardest"][:8]:
                 say(f"  sample {sample['id']:>8}: {self.data.name(sample['id'])}")
         say()
-        say(f"In {config.out}: {checkpoint.LAST}, {checkpoint.LEDGER}, {checkpoint.LOG}.")
+        say(f"In {config.out}: {checkpoint.LAST}, {checkpoint.LEDGER}, {checkpoint.NAMES}, {checkpoint.LOG}.")
+        say(f"Wrong labels, copies and hard images, by file: salience scores {config.out} --suspects --copies --hard")
 
 
 # ---------------------------------------------------------------- the parts

@@ -87,9 +87,10 @@ def test_a_folder_is_trained_on_and_the_result_shown(capsys: pytest.CaptureFixtu
     assert "Forecast:" in said
     assert "data/" not in said  # names are below the folder
     assert ".png" in said  # and the hardest samples are named by their files
-    assert sorted(path.name for path in Path("out").iterdir()) == ["last.pt", "ledger.npz", "previous.pt", "run.jsonl"]
+    left = ["last.pt", "ledger.npz", "names.npz", "previous.pt", "run.jsonl"]
+    assert sorted(path.name for path in Path("out").iterdir()) == left
     kinds = [event["kind"] for event in events.read("out/run.jsonl")]
-    assert kinds == ["run", "plan", "window", "evaluated", "plan", "window", "evaluated", "observed"]
+    assert kinds == ["run", "plan", "window", "evaluated", "plan", "window", "findings", "evaluated", "observed"]
     assert ledgers.load("out/ledger.npz").seen.tolist() == [2] * 44  # 48 less one of the 12 of each class
 
 

@@ -66,7 +66,7 @@ def test_a_sample_that_goes_from_right_to_wrong_is_forgotten_once():
     ledger = Ledger(1)
     for guess in (1, 2, 2, 1, 0):
         full = {"loss": [1.0], "target": [1], "margin": [0.5], "el2n": [0.1], "entropy": [0.2], "confidence": [0.5]}
-        full |= {"guess": [guess], "guess_p": [0.6]}
+        full |= {"guess": [guess], "other": [1], "guess_p": [0.6]}
         ledger.record(ids(0), {k: np.array(v, dtype=np.float32) for k, v in full.items()}, window=0)
     assert (ledger.right[0], ledger.forgotten[0], ledger.guess[0]) == (2, 2, 0)
     assert ledger.margin_sum[0] == pytest.approx(2.5)

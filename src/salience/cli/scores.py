@@ -1,49 +1,212 @@
-"""Look into ledgers, export them and merge them.
+"""Say which labels look wrong, which images are copies, which are hard; look into ledgers, export and merge them.
 
-    salience scores show runs/train
-    salience scores export runs/train -o scores.csv
-    salience scores merge runs/a runs/b -o both.npz
+    salience scores runs/train --suspects               labels that look wrong, firmest first
+    salience scores runs/train --copies --hard          near-copies, and the hardest clean samples
+    salience scores runs/train --suspects --top 0 -o suspects.csv
+    salience scores runs/train                          what the run learnt in all, as does `scores show`
+    salience scores export runs/train -o scores.csv     every column of the ledger
+    salience scores merge runs/a runs/b -o both.npz     one ledger of several, so that they vote
     salience train --ledger both.npz ...
 
-A ledger is what a run knows of every sample. Wherever one is asked for, the folder of a run does as well.
+A ledger is what a run knows of every sample. Wherever one is asked for (RUN), the folder of a run does as well;
+with the folder, samples and classes have their names. A run called like an action is written ./show.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import json
 import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from salience.cli.text import subcommand
-from salience.errors import StateError
+from salience.cli.text import columns, subcommand
+from salience.errors import ConfigError, StateError
 
 if TYPE_CHECKING:
     from salience.ledger import Ledger
+    from salience.select.findings import Findings
 
 DIGITS = {2: 5, 4: 9}
 """Bytes of a float -> digits that lose nothing of it."""
 CHUNK = 1 << 16
+SECTIONS = {
+    "suspects": "labels that look wrong: what the model says, how sure that is, and why",
+    "copies": "groups of near-copies, where the run has looked for them",
+    "hard": "the hardest samples whose labels are not suspected",
+}
 
 
 def add(commands: Any) -> None:
-    parts = subcommand(commands, "scores", __doc__, None).add_subparsers(metavar="ACTION", required=True)
-    one = subcommand(parts, "show", "Say what a run learnt about its samples.", show)
-    one.add_argument("ledger", help="ledger file, or folder of a run")
-    one.add_argument(
-        "--epochs", type=int, default=0, metavar="N", help="length of the run to forecast (default: as long)"
+    made = subcommand(commands, "scores", __doc__, run)
+    made.usage = "salience scores [show | export | merge] RUN [RUN ...] [options]"
+    made.add_argument(
+        "words", nargs="+", metavar="RUN", help="folder of a run, or ledger file; only merge takes several"
     )
-    one = subcommand(parts, "export", "Write a ledger as CSV: the sample's id and every column.", export)
-    one.add_argument("ledger", help="ledger file, or folder of a run")
-    one.add_argument("-o", "--output", required=True, metavar="FILE", help="the CSV file to write")
-    one = subcommand(parts, "merge", "Make one ledger of several over the same data, so that they vote.", merge)
-    one.add_argument("ledgers", nargs="+", metavar="ledger", help="ledger file, or folder of a run")
-    one.add_argument("-o", "--output", required=True, metavar="FILE", help="the ledger (.npz) to write")
+    for name, text in SECTIONS.items():
+        made.add_argument(f"--{name}", action="store_true", help=f"list {text}")
+    made.add_argument("--top", type=int, default=20, metavar="N", help="rows of each list (default: 20; 0: all)")
+    made.add_argument("--json", action="store_true", help="print the lists (all, if none is named) as one JSON object")
+    made.add_argument("-o", "--output", metavar="FILE", help="file to write: CSV; for merge, the ledger (.npz)")
+    made.add_argument(
+        "--epochs", type=int, default=0, metavar="N", help="show: length of the run to forecast (default: as long)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    actions = {"show": show, "export": export, "merge": merge}
+    action, paths = ("", args.words) if args.words[0] not in actions else (args.words[0], args.words[1:])
+    lists = [name for name in SECTIONS if getattr(args, name)]
+    if not paths:
+        raise ConfigError(f"scores {action} needs a RUN: the folder of a run, or a ledger file.")
+    if action != "merge" and len(paths) > 1:
+        raise ConfigError(f"scores takes one RUN, not {len(paths)} ({', '.join(paths)}); `scores merge` takes several.")
+    if args.top < 0:
+        raise ConfigError(f"--top is {args.top}; it must be at least 0, which lists all.")
+    if action in ("export", "merge"):
+        if lists or args.json:
+            raise ConfigError(f"scores {action} makes no lists; leave {action!r} away, or --{(lists or ['json'])[0]}.")
+        if not args.output:
+            raise ConfigError(f"scores {action} needs -o FILE: what to write.")
+    args.ledger, args.ledgers = paths[0], paths
+    if not action and (lists or args.json or args.output):
+        return find(args, lists or list(SECTIONS))
+    if action in ("", "show") and (lists or args.json or args.output):
+        raise ConfigError("scores show takes no lists and writes no file; leave 'show' away.")
+    return actions[action or "show"](args)
+
+
+def find(args: argparse.Namespace, lists: Sequence[str]) -> int:
+    """The lists that were asked for, as text, JSON or CSV."""
+    from salience import checkpoint
+    from salience import ledger as ledgers
+    from salience.report.console import say
+    from salience.select.findings import findings, load_copies
+
+    folder = Path(args.ledger)
+    found = ledgers.load(checkpoint.ledger_file(folder))
+    near = load_copies(folder / checkpoint.COPIES, found.n) if (folder / checkpoint.COPIES).exists() else None
+    names = _class_names(folder)
+    file = checkpoint.read_names(folder, found.n) if folder.is_dir() else None
+    said = findings(found, near, top=args.top or None, names=names)
+    rows = {name: _rows(getattr(said, name), names, file) for name in lists}
+    verdicts = {name: VERDICTS[name](said) for name in lists}
+    if args.output:
+        _write_rows(rows, Path(args.output))
+    if args.json:
+        counts = {name: value for name, value in asdict(said).items() if name not in SECTIONS}
+        say(json.dumps({**counts, **{name: {"verdict": verdicts[name], "rows": rows[name]} for name in lists}}))
+        return 0
+    for number, name in enumerate(lists):
+        say("\n" * bool(number) + verdicts[name] + _lead(name, len(rows[name]), args.output))
+        if rows[name] and not args.output:
+            say(_table(name, rows[name]))
+    if args.output:
+        say(f"{sum(map(len, rows.values())):,} rows written to {args.output}.")
+    return 0
+
+
+def _suspect_verdict(said: Findings) -> str:
+    if not said.judged:
+        return "No label can be judged: give loader.loss() logits and integer targets."
+    if not said.suspected:
+        return f"None of {said.judged:,} labels looks wrong."
+    share = said.suspected / said.judged
+    text = f"{said.suspected:,} of {said.judged:,} labels look wrong ({share:.1%}), about {said.expected:,.0f} of them rightly"
+    return text if share < 0.5 else f"{text}. That many speak against the model rather than the labels"
+
+
+def _copies_verdict(said: Findings) -> str:
+    if said.groups is None or said.spare is None:
+        return "Near-copies were not looked for in this run."
+    if not said.groups:
+        return f"None of {said.samples:,} samples is a near-copy of another."
+    share = said.spare / said.samples
+    return (
+        f"{said.spare:,} of {said.samples:,} samples ({share:.1%}) are near-copies of others, in {said.groups:,} groups"
+    )
+
+
+def _hard_verdict(said: Findings) -> str:
+    if not said.hard:
+        return "No losses were recorded: call loader.loss(losses, logits, targets) in the training step."
+    return f"{said.samples - said.suspected:,} samples have labels that are not suspected"
+
+
+VERDICTS = {"suspects": _suspect_verdict, "copies": _copies_verdict, "hard": _hard_verdict}
+ORDER = {"suspects": "firmest", "copies": "largest", "hard": "hardest"}
+SURE = {"suspects": "wrong", "copies": "alike", "hard": "right"}
+"""What the confidence of each list is of."""
+
+
+def _lead(name: str, rows: int, written: str | None) -> str:
+    """How a verdict goes on when rows follow it."""
+    if not rows:
+        return ""
+    return (
+        "."
+        if written
+        else f"; here {'is' if rows == 1 else 'are'} the {ORDER[name]}{'' if rows == 1 else f' {rows:,}'}:\n"
+    )
+
+
+def _rows(found: Sequence[Any], names: Sequence[str] | None, file: Callable[[int], str] | None) -> list[dict[str, Any]]:
+    """Findings as plain rows, with the names of files and classes where they are known."""
+    rows: list[dict[str, Any]] = []
+    for row in map(asdict, found):
+        for key in ("label", "guess"):
+            if names is not None and 0 <= row.get(key, -1) < len(names):
+                row[f"{key}_name"] = names[row[key]]
+        if file is not None:
+            row["file"] = file(row["id"])
+            if "members" in row:
+                row["member_files"] = [file(i) for i in row["members"]]
+        rows.append(row)
+    return rows
+
+
+def _table(name: str, rows: Sequence[dict[str, Any]]) -> str:
+    """Rows for people: aligned, the file and the reason last."""
+    has_file = "file" in rows[0]
+    width = max(len("sample"), *(len(str(row["id"])) for row in rows))
+    what = "copies" if name == "copies" else "labelled"
+    lines = [["", f"{'sample':>{width}}", SURE[name], what, *(["file"] if has_file else []), "why"]]
+    for row in rows:
+        sure = "-" if row["confidence"] is None else f"{row['confidence']:.0%}"
+        cell = _members(row) if name == "copies" else str(row.get("label_name", row["label"]))
+        lines.append(
+            ["", f"{row['id']:>{width}}", f"{sure:>5}", cell, *([row["file"]] if has_file else []), row["reason"]]
+        )
+    return columns(lines)
+
+
+def _members(row: dict[str, Any]) -> str:
+    others = [i for i in row["members"] if i != row["id"]]
+    return ", ".join(map(str, others[:4])) + (f" and {len(others) - 4:,} more" if len(others) > 4 else "")
+
+
+def _write_rows(rows: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """All lists in one CSV, `list` saying which; what a row has not stays empty."""
+    fields = dict.fromkeys(key for found in rows.values() for row in found for key in row)
+    try:
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, ["list", *fields])
+            writer.writeheader()
+            for name, found in rows.items():
+                for row in found:
+                    plain = {k: " ".join(map(str, v)) if isinstance(v, (list, tuple)) else v for k, v in row.items()}
+                    writer.writerow({"list": name, **plain})
+    except OSError as cause:
+        raise _cannot_write(path, cause) from cause
 
 
 def show(args: argparse.Namespace) -> int:
+    """Say what a run learnt about its samples."""
     from salience import ledger as ledgers
     from salience.checkpoint import ledger_file
     from salience.report.console import say
@@ -58,6 +221,7 @@ def show(args: argparse.Namespace) -> int:
 
 
 def export(args: argparse.Namespace) -> int:
+    """Write a ledger as CSV: the sample's id and every column."""
     from salience import ledger as ledgers
     from salience.checkpoint import ledger_file
     from salience.report.console import say
@@ -69,6 +233,7 @@ def export(args: argparse.Namespace) -> int:
 
 
 def merge(args: argparse.Namespace) -> int:
+    """Make one ledger of several over the same data, so that they vote."""
     from salience import ledger as ledgers
     from salience.checkpoint import ledger_file
     from salience.report.console import say

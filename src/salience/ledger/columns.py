@@ -35,8 +35,14 @@ COLUMNS: dict[str, Column] = {
     "el2n": Column(dtype=np.float16, first=NOTHING, needs_logits=True, meaning="|softmax - one-hot| at the last visit"),
     "entropy": Column(dtype=np.float16, first=NOTHING, needs_logits=True, meaning="entropy of the softmax, last visit"),
     "confidence": Column(dtype=np.float16, first=NOTHING, needs_logits=True, meaning="exponential mean of p(label)"),
-    "guess_p": Column(dtype=np.float16, first=NOTHING, needs_logits=True, meaning="p(guess) at the last visit"),
+    "guess_p": Column(dtype=np.float16, first=NOTHING, needs_logits=True, meaning="exponential mean of p(guess)"),
     "guess": Column(dtype=np.int32, first=-1, needs_logits=True, meaning="class the model gave at the last visit"),
+    "other": Column(
+        dtype=np.int16,
+        first=-1,
+        needs_logits=True,
+        meaning="strongest class besides the label at the last visit; -1 also for classes above 32,767",
+    ),
     "grad_norm": Column(
         dtype=np.float32, first=NOTHING, meaning="norm of the sample's gradient, where a signal gives it"
     ),
@@ -53,6 +59,10 @@ COLUMNS: dict[str, Column] = {
 
 COUNT_LIMIT = int(np.iinfo(np.uint16).max)
 """Counters stay at this value instead of wrapping round."""
+
+
+CLASS_LIMIT = int(np.iinfo(np.int16).max)
+"""Classes above it have no place in the column `other`."""
 
 
 def bytes_per_sample() -> int:

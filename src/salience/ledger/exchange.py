@@ -8,6 +8,7 @@ import socket
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +19,9 @@ from torch import Tensor
 from salience.errors import Misattributed
 from salience.ledger.columns import bytes_per_sample
 from salience.ledger.ledger import Ids, Ledger, shared_folder
-from salience.ledger.statistics import LOGIT_ROWS, LOSS_ROWS, TARGET_ROWS
+from salience.ledger.statistics import FEATURE_ROWS, LOGIT_ROWS, LOSS_ROWS, NORM_ROWS, TARGET_ROWS
 
-_KINDS: tuple[tuple[str, ...], ...] = ((), LOSS_ROWS, TARGET_ROWS, LOGIT_ROWS)
+_KINDS: tuple[tuple[str, ...], ...] = ((), LOSS_ROWS, TARGET_ROWS, LOGIT_ROWS, NORM_ROWS, FEATURE_ROWS)
 
 Batch = tuple[Ids, tuple[str, ...], npt.NDArray[np.float32], tuple[int, bool, bool]]
 """ids, row names, values [rows, B], (window, seen, trained)."""
@@ -84,6 +85,22 @@ class Group:
 
     def barrier(self) -> None:
         self.agree(None)
+
+    def share(self, array: npt.NDArray[Any]) -> None:
+        """Fill `array`, of the same shape and type everywhere, with rank 0's."""
+        moved = torch.from_numpy(array).to(self._device)
+        dist.broadcast(moved, 0)
+        array[:] = moved.cpu().numpy()
+
+    def largest(self, array: npt.NDArray[Any]) -> None:
+        """Fill `array` with the largest of all ranks, number by number."""
+        moved = torch.from_numpy(array).to(self._device)
+        dist.all_reduce(moved, op=dist.ReduceOp.MAX)
+        array[:] = moved.cpu().numpy()
+
+    def first(self, numbers: Sequence[float]) -> list[float]:
+        """Rank 0's numbers, on every rank."""
+        return self._gather(torch.tensor(numbers, dtype=torch.float64))[0].tolist()
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         """Tensors of equal shape from all ranks, on the CPU."""

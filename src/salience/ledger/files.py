@@ -49,7 +49,7 @@ def merge(ledgers: Sequence[Ledger]) -> Ledger:
             merged[name][:] = np.minimum(stack.sum(axis=0, dtype=np.int64), COUNT_LIMIT)
         elif name == "margin_sum":
             merged[name][:] = stack.sum(axis=0)
-        elif name == "guess":
+        elif name in ("guess", "other"):
             merged[name][:] = _majority(stack)
         elif name == "label":
             merged[name][:] = _agreed_labels(stack)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from salience.errors import ConfigError, Misattributed, StateError
-from salience.ledger.columns import COLUMNS, COUNT_LIMIT, bytes_per_sample
+from salience.ledger.columns import CLASS_LIMIT, COLUMNS, COUNT_LIMIT, bytes_per_sample
 
 Array = npt.NDArray[Any]
 Ids = npt.NDArray[np.int64]
@@ -154,11 +154,13 @@ class Ledger:
         lost = ids[(before == label) & ~right]
         self.forgotten[lost] = _saturated(self.forgotten[lost], np.uint16(1))
         self.guess[ids] = guess
-        for name in ("guess_p", "el2n", "entropy"):
+        self.other[ids] = np.where(rows["other"] <= CLASS_LIMIT, rows["other"], -1).astype(np.int16)
+        for name in ("el2n", "entropy"):
             self[name][ids] = _half(rows[name])
         margin = rows["margin"]
         self.margin[ids] = _smoothed(self.margin[ids], margin)
-        self.confidence[ids] = _half(_smoothed(_single(self.confidence[ids]), rows["confidence"]))
+        for name in ("confidence", "guess_p"):
+            self[name][ids] = _half(_smoothed(_single(self[name][ids]), rows[name]))
         self.margin_sum[ids] += margin * new
 
     def _count(self, name: str, ids: Ids, times: Array) -> None:
@@ -222,7 +224,7 @@ def _average_doubles(ids: Ids, rows: Rows) -> tuple[Ids, Rows, Array]:
     last[group] = np.arange(len(ids))
     averaged = {
         name: row[last]
-        if name in ("target", "guess")
+        if name in ("target", "guess", "other")
         else (np.bincount(group, weights=row, minlength=len(unique)) / times).astype(np.float32)
         for name, row in rows.items()
     }

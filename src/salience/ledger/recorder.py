@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 from salience.errors import Misattributed
+from salience.ledger.embeddings import Embeddings
 from salience.ledger.exchange import Group
 from salience.ledger.ledger import Ids, Ledger, Rows, has_doubles, id_order
-from salience.ledger.statistics import finish, reduce_batch
+from salience.ledger.statistics import FEATURE_ROWS, NORM_ROWS, finish, reduce_batch
+
+Flags = tuple[int, bool, bool]
+"""window, seen, trained."""
 
 HOLD = 128
 """Batches entered into the ledger together: fewer, larger array operations."""
@@ -38,6 +42,9 @@ class _Pending:
     """Of the batch in a plan in which no id stands twice."""
 
 
+_AFTERWARDS = {NORM_ROWS: 1, FEATURE_ROWS: 2}
+
+
 class Recorder:
     """Collects batches and enters them into the ledger, each as if it had been entered at once."""
 
@@ -45,6 +52,8 @@ class Recorder:
         self.ledger = ledger
         self.bad = 0
         """Losses that were not finite since this was last set to 0."""
+        self.embeddings: Embeddings | None = None
+        """Where features go; with several ranks, on rank 0."""
         self._group = group
         self._pending: deque[_Pending] = deque()
         self._hints_hold = True
@@ -77,6 +86,22 @@ class Recorder:
             kept, copied = _to_host(kept.detach())
         self._hold(_Pending(ids, (), torch.empty(0), window, copied, kept=kept, seen=False))
 
+    def norms(self, ids: Ids, squares: Tensor, scale: Tensor, kept: Tensor | None = None, *, window: int) -> None:
+        """Gradients of samples that were recorded before (all of `ids` or the `kept` positions of them), after the
+        backward pass: the squared norm, [B], and by what number each had been multiplied."""
+        if kept is not None:
+            kept, _ = _to_host(kept.detach())
+        # Copied after `kept`, so that one event stands for both.
+        values, copied = _to_host(torch.stack((squares, scale)).to(torch.float32))
+        self._hold(_Pending(ids, NORM_ROWS, values, window, copied, kept=kept, seen=False, trained=False))
+
+    def features(self, ids: Ids, vectors: Tensor, kept: Tensor | None = None, *, window: int) -> None:
+        """Features [B, 128] of samples that are recorded besides (all of `ids` or the `kept` positions of them)."""
+        if kept is not None:
+            kept, _ = _to_host(kept.detach())
+        values, copied = _to_host(vectors.detach().to(torch.float32).T.contiguous())
+        self._hold(_Pending(ids, FEATURE_ROWS, values, window, copied, kept=kept, seen=False, trained=False))
+
     def _hold(self, item: _Pending) -> None:
         self._pending.append(item)
         if self._group is None and len(self._pending) >= HOLD:
@@ -99,12 +124,13 @@ class Recorder:
         for item in items:
             if item.hint is not None and item.copied is not None:
                 self._check_hint(item)
-        for run in _alike(items):
+        # Norms and features touch nothing else: behind the others they do not part what can be entered together.
+        for run in _alike(sorted(items, key=lambda item: _AFTERWARDS.get(item.names, 0))):
             ids = np.concatenate([item.ids for item in run])
             unique = run[0].seen and _different(run)
             many = len(run[0].names) > 2
-            order = id_order(ids) if many or not unique else None
-            if not unique and (not run[0].seen or has_doubles(ids[order])):
+            order = id_order(ids) if run[0].seen and (many or not unique) else None
+            if not unique and (order is None or has_doubles(ids[order])):
                 for item in run:
                     self._enter_one(item.ids, item.values.numpy(), item)
                 continue
@@ -116,12 +142,24 @@ class Recorder:
     def _enter_one(self, ids: Ids, values: np.ndarray, like: _Pending, *, unique: bool = False) -> None:
         if not like.seen and like.kept is not None:
             ids = ids[like.kept.numpy()]
-        rows = _rows(like.names, values)
+        self._record(ids, like.names, values, _flags(like), unique=unique)
+
+    def _record(
+        self, ids: Ids, names: tuple[str, ...], values: np.ndarray, flags: Flags, *, unique: bool = False
+    ) -> None:
+        window, seen, trained = flags
+        if names == FEATURE_ROWS:
+            if self.embeddings is not None:
+                self.embeddings.record(ids, np.ascontiguousarray(values.T))
+            return
+        rows = _rows(names, values)
+        if names == NORM_ROWS:
+            known = np.isfinite(rows["grad_norm"])
+            self.ledger.grad_norm[ids[known]] = rows["grad_norm"][known]
+            return
         if "target" in rows:
             self.ledger.check_labels(ids, rows["target"].astype(np.int32))
-        self.bad += self.ledger.record(
-            ids, rows, window=like.window, seen=like.seen, trained=like.trained, unique=unique
-        )
+        self.bad += self.ledger.record(ids, rows, window=window, seen=seen, trained=trained, unique=unique)
 
     def _enter_of_all_ranks(self, items: list[_Pending]) -> None:
         assert self._group is not None
@@ -136,13 +174,9 @@ class Recorder:
         for ids, names, values, flags in self._group.exchange(
             [(i.ids if i.kept is None else i.ids[i.kept.numpy()], i.names, i.values.numpy(), _flags(i)) for i in items]
         ):
-            window, seen, trained = flags
-            if self._group.leads_node:
-                rows = _rows(names, values)
+            if self._group.leads_node or names == FEATURE_ROWS:
                 try:
-                    if "target" in rows:
-                        self.ledger.check_labels(ids, rows["target"].astype(np.int32))
-                    self.bad += self.ledger.record(ids, rows, window=window, seen=seen, trained=trained)
+                    self._record(ids, names, values, flags)
                 except Misattributed as error:
                     trouble = trouble or error
         self._group.agree(trouble)
@@ -200,7 +234,7 @@ def _different(run: list[_Pending]) -> bool:
     return None not in numbers and len(numbers) == len(run)
 
 
-def _flags(item: _Pending) -> tuple[int, bool, bool]:
+def _flags(item: _Pending) -> Flags:
     return item.window, item.seen, item.trained
 
 

@@ -1,4 +1,4 @@
-"""Per-sample statistics of a batch: reduced on its own device to eight numbers a sample, finished on the host."""
+"""Per-sample statistics of a batch: reduced on its own device to nine numbers a sample, finished on the host."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 LOSS_ROWS = ("loss",)
+NORM_ROWS = ("grad_square", "grad_scale")
+"""Known only after the backward pass, so they travel by themselves: |scale * gradient|^2 and the scale."""
+FEATURE_ROWS = tuple(f"feature{k}" for k in range(128))
+"""A sample's features; they go to the Embeddings, not into the ledger."""
 TARGET_ROWS = ("loss", "target")
-LOGIT_ROWS = ("loss", "target", "log_label", "log_first", "log_second", "guess", "squares", "entropy")
-"""What travels: log p of the label, of the likeliest and the second class, the likeliest class, sum p^2, entropy."""
+LOGIT_ROWS = ("loss", "target", "log_label", "log_first", "log_second", "guess", "second", "squares", "entropy")
+"""What travels: log p of the label, of the likeliest and the second class, these two classes, sum p^2, entropy."""
 
 
 def reduce_batch(losses: Tensor, logits: Tensor | None, targets: Tensor | None) -> tuple[tuple[str, ...], Tensor]:
@@ -38,7 +42,8 @@ def reduce_batch(losses: Tensor, logits: Tensor | None, targets: Tensor | None) 
         picked = log_p.gather(dim, label.to(torch.int64).unsqueeze(dim)).select(dim, 0)
         squares, entropy = torch.linalg.vecdot(p, p, dim=dim), torch.linalg.vecdot(p, log_p, dim=dim)
         top, second = first.select(dim, 0), first.select(dim, first.shape[dim] - 1)
-        return LOGIT_ROWS, torch.stack((loss, label, picked, top, second, order.select(dim, 0), squares, -entropy))
+        guess, next_guess = order.select(dim, 0), order.select(dim, order.shape[dim] - 1)
+        return LOGIT_ROWS, torch.stack((loss, label, picked, top, second, guess, next_guess, squares, -entropy))
 
 
 def finish(rows: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, npt.NDArray[np.float32]]:
@@ -48,19 +53,26 @@ def finish(rows: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, npt.NDArray
     el2n       = |p - onehot(y)|             (Paul et al. 2021) = sqrt(sum p^2 - 2 p_y + 1)
     entropy    = -sum p log p
     confidence = p_y
-    guess      = argmax z,  guess_p = p_guess
+    guess      = argmax z,  guess_p = p_guess,  other = argmax_{j != y} z_j
+    grad_norm  = |scale * gradient| / |scale|, NaN where the scale is 0
     """
+    if "grad_scale" in rows:
+        scale = np.abs(rows["grad_scale"])
+        scale[scale == 0] = np.nan
+        return {"grad_norm": (np.sqrt(rows["grad_square"]) / scale).astype(np.float32)}
     if "log_label" not in rows:
         return dict(rows)
     log_label, top, second = rows["log_label"], rows["log_first"], rows["log_second"]
     p_label = np.exp(log_label)
+    right = rows["guess"] == rows["target"]
     return {
         "loss": rows["loss"],
         "target": rows["target"],
-        "margin": log_label - np.where(rows["guess"] == rows["target"], second, top),
+        "margin": log_label - np.where(right, second, top),
         "el2n": np.sqrt(np.maximum(rows["squares"] - 2 * p_label + 1, 0)),
         "entropy": rows["entropy"],
         "confidence": p_label,
         "guess": rows["guess"],
+        "other": np.where(right, rows["second"], rows["guess"]),
         "guess_p": np.exp(top),
     }

@@ -48,11 +48,20 @@ def _classes(summary: dict[str, Any], names: Sequence[str] | None, shown: int) -
     if not classes:
         return ""
     lines = [f"Classes, hardest first{'' if len(classes) <= shown else f' ({shown} of {len(classes)})'}:"]
-    lines.append(f"  {'class':<16} {'samples':>9} {'mean loss':>10} {'accuracy':>9}")
+    lines.append(
+        f"  {'class':<16} {'samples':>9} {'mean loss':>10} {'accuracy':>9} {'of samples':>11} {'of visits':>10}"
+    )
+    shares = {one["label"]: one for one in summary["balance"]}
     for c in classes[:shown]:
+        share = shares[c["class"]]
+        visits = "-" if share["visits"] is None else f"{share['visits']:.1%}"
         accuracy = "-" if c["accuracy"] is None else f"{c['accuracy']:.1%}"
         loss = "-" if c["mean_loss"] is None else f"{c['mean_loss']:.3f}"
-        lines.append(f"  {_name(c['class'], names):<16} {c['samples']:>9,} {loss:>10} {accuracy:>9}")
+        line = f"  {_name(c['class'], names):<16} {c['samples']:>9,} {loss:>10} {accuracy:>9}"
+        lines.append(f"{line} {share['samples']:>11.1%} {visits:>10}")
+    uneven = [one for one in summary["balance"] if one["reason"]]
+    uneven.sort(key=lambda one: one["visits"] / one["samples"])
+    lines += [f"  {_name(one['label'], names)} was {one['reason']}." for one in uneven[:shown]]
     return "\n".join(lines)
 
 
@@ -72,7 +81,7 @@ def _suspects(summary: dict[str, Any], names: Sequence[str] | None, shown: int) 
     if not suspects or not suspects["count"]:
         return ""
     head = f"Suspected wrong labels: {suspects['count']:,} (the history contradicts them; the firmest first):"
-    lines = [f"{_sample(s, names)}, suspicion {s['suspicion']:.1f}" for s in suspects["samples"][:shown]]
+    lines = [f"{_sample(s, names)}, {s['confidence']:.0%} sure" for s in suspects["samples"][:shown]]
     return "\n".join([head, *lines])
 
 

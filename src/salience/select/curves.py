@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from salience.errors import ConfigError
+from salience.registry import card
 from salience.select.view import Clock
 
 
@@ -35,6 +36,13 @@ def all_less_all(clock: Clock, *, share: float = 0.4, warmup: float = 2, end: fl
     if clock.window < math.ceil(first) or _at_the_end(clock, end):
         return 1.0
     return _share("share", share)
+
+
+@card(exact=False)
+def auto(clock: Clock, *, share: float = 0.4, warmup: float = 2, end: float = 0.2) -> float:
+    """`all_less_all` whose `share` in the middle moves with the validation results, where there is a baseline."""
+    steered = share if clock.steered is None else clock.steered
+    return all_less_all(clock, share=steered, warmup=warmup, end=end)
 
 
 def _at_the_end(clock: Clock, end: float) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,12 +11,13 @@ import numpy as np
 from salience.config import SelectConfig, Use
 from salience.errors import ConfigError, PluginError
 from salience.ledger import COLUMNS, Ledger
+from salience.ledger.copies import Copies
 from salience.plan import Note, Plan
 from salience.registry import Card, card_of, check_options, find
 from salience.seeds import PLAN, generator
 from salience.select.ranks import rank_normalise
-from salience.select.view import Bools, Candidates, Clock, Draw, Floats, Verdict, View
-from salience.select.weights import loss_weights, muted_weights
+from salience.select.view import NO_REFERENCE, Bools, Candidates, Clock, Draw, Floats, Reference, Verdict, View
+from salience.select.weights import loss_weights, scaled_weights
 
 Warn = Callable[[str], None]
 
@@ -43,7 +44,7 @@ class Sifted:
 
     allowed: Bools | None
     forced: Bools | None
-    mute: Bools | None
+    factor: Floats | None
     noise: float | None
     share: float
     """The window visits at least this share of the samples."""
@@ -59,8 +60,16 @@ def _part(kind: str, used: Use) -> Part:
 class Pipeline:
     """A SelectConfig with its plug-ins found. Its only state is which plug-ins failed and were switched off."""
 
-    def __init__(self, config: SelectConfig, *, strict: bool = False, warn: Warn | None = None) -> None:
+    def __init__(
+        self,
+        config: SelectConfig,
+        *,
+        reference: Reference | None = None,
+        strict: bool = False,
+        warn: Warn | None = None,
+    ) -> None:
         self.config = config
+        self.reference = reference
         self.filters = [_part("filters", u) for u in config.filters]
         self.scores = [_part("scores", u) for u in config.scores]
         self.sampler = _part("samplers", config.sampler)
@@ -69,12 +78,15 @@ class Pipeline:
         """Plug-ins that failed, by "kind/name"; they are not called again."""
         self._strict = strict
         self._warn: Warn = warn or (lambda text: None)
+        for part in (*self.filters, *self.scores, self.sampler):
+            if "reference" in part.card.needs and reference is None:
+                raise ConfigError(f"{part.kind[:-1]} {part.name!r} needs {NO_REFERENCE}.")
         self.keep(Clock(window=0, windows=1))  # a wrong share is said now, not in mid-run
 
     def needs(self) -> list[tuple[Part, str]]:
         """Plug-ins with the ledger columns they want `loss()` to fill."""
         parts = (*self.filters, *self.scores, self.sampler)
-        return [(part, column) for part in parts for column in part.card.needs]
+        return [(part, column) for part in parts for column in part.card.needs if column in COLUMNS]
 
     @property
     def exact(self) -> bool:
@@ -87,24 +99,37 @@ class Pipeline:
             raise ConfigError(f"The curve {self.curve.name!r} gave {share} for window {clock.window}; allowed: (0, 1].")
         return share
 
-    def budget(self, window: int, windows: int, population: int) -> int:
-        """Visits the curve grants a window."""
-        return max(1, round(self.keep(Clock(window=window, windows=windows)) * population))
+    def budget(self, window: int, windows: int, population: int, steered: float | None = None) -> int:
+        """Visits the curve grants a window; `steered` is the share `keep = "auto"` was steered to."""
+        return max(1, round(self.keep(Clock(window=window, windows=windows, steered=steered)) * population))
 
     def plan(
-        self, ledger: Ledger, *, window: int, windows: int, batch_size: int, seed: int, drop_last: bool = False
+        self,
+        ledger: Ledger,
+        *,
+        window: int,
+        windows: int,
+        batch_size: int,
+        seed: int,
+        drop_last: bool = False,
+        steered: float | None = None,
+        noise: float = 0.0,
+        copies: Copies | None = None,
     ) -> Plan:
-        """A pure function of its arguments (and of which plug-ins are off)."""
-        clock = Clock(window=window, windows=windows)
-        clock = Clock(window=window, windows=windows, keep=self.keep(clock))
-        view = View(ledger, clock)
+        """A pure function of its arguments (and of config, reference and which plug-ins are off).
+
+        `noise` is that of the plan before (`Plan.noise`), `copies` what is known of near-copies.
+        """
+        clock = Clock(window=window, windows=windows, steered=steered, noise=noise)
+        clock = replace(clock, keep=self.keep(clock))
+        view = View(ledger, clock, self.reference, copies)
         rng = generator(seed, PLAN, window)
         sifted = self._filter(view)
         budget = max(1, round(max(clock.keep, sifted.share) * ledger.n))
         importance, raw = self._score(view)
         ids, weights = self._draw(view, sifted, importance, raw, budget, rng)
-        if sifted.mute is not None:
-            weights = muted_weights(weights, sifted.mute[ids])
+        if sifted.factor is not None:
+            weights = scaled_weights(weights, sifted.factor[ids])
         if (weights == 1).all():
             rng.shuffle(ids)
         else:
@@ -112,18 +137,19 @@ class Pipeline:
             ids, weights = ids[order], weights[order]
         return Plan(
             window=window, population=ledger.n, batch_size=batch_size, drop_last=drop_last,
-            ids=ids, weights=weights, importance=importance[ids], level=np.zeros(len(ids), dtype=np.uint8), notes=sifted.notes,
+            ids=ids, weights=weights, importance=importance[ids], level=np.zeros(len(ids), dtype=np.uint8),
+            notes=sifted.notes, noise=0.0 if sifted.noise is None or np.isnan(sifted.noise) else sifted.noise,
         )  # fmt: skip
 
     def _filter(self, view: View) -> Sifted:
-        """Which samples may be visited, which must be and which are only looked at, and what each filter did.
+        """Which samples may be visited, which must be and which weigh less, and what each filter did.
 
         Filters apply in order: one that leaves samples out overrules what earlier ones forced, one that forces
         overrules what earlier ones left out.
         """
         allowed: Bools | None = None
         forced: Bools | None = None
-        mute: Bools | None = None
+        factor: Floats | None = None
         noise: float | None = None
         share = 0.0
         notes: list[Note] = []
@@ -139,8 +165,8 @@ class Pipeline:
                 forced = None if forced is None else forced & keep
             if force is not None:
                 forced = force if forced is None else forced | force
-            if verdict.mute is not None:
-                mute = verdict.mute if mute is None else mute | verdict.mute
+            if verdict.factor is not None:
+                factor = verdict.factor if factor is None else factor * verdict.factor
             if verdict.noise is not None:
                 noise = verdict.noise if noise is None or np.isnan(noise) else max(noise, verdict.noise)
             share = max(share, verdict.share or 0.0)
@@ -155,7 +181,7 @@ class Pipeline:
         if allowed is not None and not allowed.any():
             self._warn("The filters left out every sample; none of them is applied in this window.")
             allowed = None
-        return Sifted(allowed=allowed, forced=forced, mute=mute, noise=noise, share=share, notes=tuple(notes))
+        return Sifted(allowed=allowed, forced=forced, factor=factor, noise=noise, share=share, notes=tuple(notes))
 
     def _score(self, view: View) -> tuple[Floats, Floats]:
         """Rank-normalised importance in [0, 1] and the weighted sum of raw scores, float32 [n] each."""
@@ -253,10 +279,13 @@ class Pipeline:
 def _checked_verdict(part: Part, verdict: Any, n: int) -> Verdict:
     if not isinstance(verdict, Verdict):
         raise PluginError(f"it must return a Verdict, not {type(verdict).__name__}")
-    for name in ("keep", "force", "mute"):
+    for name in ("keep", "force"):
         mask = getattr(verdict, name)
         if mask is not None and (mask.shape != (n,) or mask.dtype != np.bool_):
             raise PluginError(f"Verdict.{name} has shape {mask.shape} of {mask.dtype}; it must be bool [{n}]")
+    factor = verdict.factor
+    if factor is not None and (factor.shape != (n,) or not (factor >= 0).all()):
+        raise PluginError(f"Verdict.factor has shape {factor.shape}; it must be {n} numbers of at least 0")
     return verdict
 
 
@@ -264,7 +293,7 @@ def _checked_score(part: Part, score: Any, view: View) -> Floats:
     score, n = np.asarray(score), view.n
     if score.shape != (n,) or score.dtype.kind not in "fiu":
         raise PluginError(f"it returned shape {score.shape} of {score.dtype}; a score is one number a sample, [{n}]")
-    missing = [column for column in part.card.needs if COLUMNS[column].needs_logits]
+    missing = [column for column in part.card.needs if column in COLUMNS and COLUMNS[column].needs_logits]
     if missing and np.isnan(score).all() and not view.unseen.all():
         raise PluginError(f"nothing is known of {', '.join(missing)}; pass logits and targets to loss()")
     return score.astype(np.float32, copy=False)

@@ -25,12 +25,12 @@ PRESETS: dict[str, SelectConfig] = {
     "default": SelectConfig(
         filters=(
             _use("class_floor", share=0.01),
-            _use("age_cap", windows=10),
-            _use("noise", start=0.3),
+            _use("redundancy"),
+            _use("noise"),
         ),
-        scores=(Use(name="ema_loss"),),
-        sampler=_use("ratio", explore=0.05),
-        keep=_use("all_less_all", share=0.4, warmup=2, end=0.2),
+        scores=(Use(name="difficulty"),),
+        sampler=_use("ratio", explore=0.1),
+        keep=_use("all_less_all", share=0.41, warmup=2, end=0.2),
     ),
     # The control: any samples, equally likely.
     "uniform": SelectConfig(keep=_use("constant", share=0.5)),
@@ -51,9 +51,30 @@ PRESETS: dict[str, SelectConfig] = {
         keep=_use("step", share=0.5, end=0.125),
     ),
     "el2n": _hardest("el2n"),
+    "grand": _hardest("grand"),
     "forgetting": _hardest("forgetting"),
     "epsilon_greedy": _hardest("ema_loss", explore=0.1),
     "ucb": _hardest("ucb"),
+    # Everything goes forward; the harder half of each batch goes backward (loss() picks it, or the loop by pick()).
+    "selective_backprop": SelectConfig(pick=0.5),
+    # Rules that ask another model: Loader(..., reference=...).
+    "rho": _hardest("rho"),
+    "proxy": SelectConfig(
+        scores=(Use(name="proxy"),), sampler=_use("ratio", explore=0.0), keep=_use("constant", share=0.5)
+    ),
+    # Ours: the easiest of every class by the reference go once and for all, the rest is selected window by window.
+    "fine_pruning": SelectConfig(
+        filters=(_use("coarse", drop=0.3),),
+        scores=(Use(name="ema_loss"),),
+        sampler=_use("ratio", explore=0.05),
+        keep=_use("all_less_all", share=0.4, warmup=2, end=0.2),
+    ),
+    # Ours: easy to hard.
+    "window": SelectConfig(
+        scores=(Use(name="ema_loss"),),
+        sampler=_use("slide", begin=0.0, until=0.8),
+        keep=_use("all_less_all", share=0.5, warmup=2, end=0.2),
+    ),
 }
 
 

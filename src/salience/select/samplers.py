@@ -181,6 +181,20 @@ def window(
     return Draw(positions=kept[(group >= first) & (group < first + span)])
 
 
+def slide(candidates: Candidates, budget: int, rng: Rng, *, begin: float = 0.0, until: float = 0.8) -> Draw:
+    """A window of `budget` samples over the ranks of importance, from the lowest at `begin` of the run to the highest.
+
+    first = round((M - budget) * t),  t = (time - begin) / (until - begin) held in [0, 1];  ranks first to first + budget - 1.
+    An own simple curriculum: easy to hard, with the score as the hardness.
+    """
+    if not 0 <= begin < until <= 1:
+        raise ConfigError(f"slide: begin is {begin}, until {until}; they must be from 0 to 1, begin before until.")
+    t = min(1.0, max(0.0, (candidates.view.clock.time - begin) / (until - begin)))
+    first = round((len(candidates) - budget) * t)
+    last = first + budget - 1
+    return Draw(positions=np.argpartition(candidates.importance, (first, last))[first : last + 1])
+
+
 def _kmeans_1d(values: Floats, groups: int, rounds: int = 10) -> np.ndarray:
     """Group of each value, 0 = lowest, by Lloyd's rule from quantiles."""
     centres = np.quantile(values, (np.arange(groups) + 0.5) / groups)

@@ -18,6 +18,11 @@ def ema_loss(view: View) -> Floats:
     return view.mean_loss
 
 
+def difficulty(view: View) -> Floats:
+    """EL2N where `loss()` is given logits, the exponential mean of the loss where it is not: works with any loss."""
+    return view.mean_loss if np.isnan(view.el2n).all() else view.el2n
+
+
 def staleness(view: View) -> Floats:
     """Windows since the last visit: what we know least about now."""
     return view.age.astype(np.float32)
@@ -27,6 +32,12 @@ def staleness(view: View) -> Floats:
 def el2n(view: View) -> Floats:
     """EL2N: |softmax - one-hot| at the last visit (Paul et al. 2021); bounded, so outliers count less than by loss."""
     return view.el2n
+
+
+@card(needs=("grad_norm",))
+def grand(view: View) -> Floats:
+    """GraNd: norm of the loss's gradient at the last visit (Paul et al. 2021), from the model given to `attach`."""
+    return view.grad_norm
 
 
 @card(needs=("margin",))
@@ -75,3 +86,25 @@ def ucb(view: View, *, bonus: float = 1.0) -> Floats:
 def uncertainty(view: View) -> Floats:
     """How little the rank of a sample can be trusted: its loss's standard deviation, growing with the windows it waited."""
     return np.sqrt(view.var_loss) * np.sqrt(np.maximum(view.age, 1).astype(np.float32))
+
+
+@card(needs=("reference",))
+def rho(view: View) -> Floats:
+    """RHO-LOSS: last loss - the loss another model has on it (Mindermann et al. 2022): what is hard and can be learnt.
+
+    The published rule takes the loss afresh from a batch ten times as large; here it is that of the last visit. A wrong
+    label is hard for the other model too, and falls out.
+    """
+    return view.last_loss - view.reference
+
+
+@card(needs=("reference",))
+def proxy(view: View) -> Floats:
+    """Selection via proxy: the loss of another, smaller model (Coleman et al. 2020); the same samples in every window."""
+    return view.reference
+
+
+@card(needs=("reference",))
+def cscore(view: View) -> Floats:
+    """C-score proxy: how seldom other models were right on it, as their mean rank (Jiang et al. 2021)."""
+    return view.hardness

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from salience.config import SelectConfig
 from salience.ledger import Ledger
-from salience.select.noise import noise_rate, suspicion, threshold
+from salience.select.findings import SHOWN, balance, findings
 from salience.select.pipeline import Pipeline
+from salience.select.view import Reference
 
-SHOWN = 20
 
-
-def summarise(ledger: Ledger, forecast_with: SelectConfig, *, windows: int, seed: int = 0) -> dict[str, Any]:
+def summarise(
+    ledger: Ledger, forecast_with: SelectConfig, *, windows: int, seed: int = 0, reference: Reference | None = None
+) -> dict[str, Any]:
     """JSON-ready summary of a ledger; the forecast runs `forecast_with` over `windows` windows on what is known now."""
     seen = ledger.seen > 0
     known = seen & np.isfinite(ledger.mean_loss)
@@ -30,18 +32,21 @@ def summarise(ledger: Ledger, forecast_with: SelectConfig, *, windows: int, seed
         "not_finite": int(ledger.bad.sum(dtype=np.int64)),
         "mean_loss": float(ledger.mean_loss[known].mean()) if known.any() else None,
         "classes": _classes(ledger, known, classified),
+        "balance": [asdict(one) for one in balance(ledger)],
         "hardest": [_sample(ledger, int(i)) for i in hardest],
         "never_learnt": len(never),
         "never_learnt_samples": [_sample(ledger, int(i)) for i in never[:SHOWN]],
         "suspects": _suspects(ledger),
         "forgotten": int((ledger.forgotten > 0).sum()) if classified.any() else None,
-        "forecast": forecast(ledger, forecast_with, windows=windows, seed=seed),
+        "forecast": forecast(ledger, forecast_with, windows=windows, seed=seed, reference=reference),
     }
 
 
-def forecast(ledger: Ledger, config: SelectConfig, *, windows: int, seed: int = 0) -> dict[str, Any]:
+def forecast(
+    ledger: Ledger, config: SelectConfig, *, windows: int, seed: int = 0, reference: Reference | None = None
+) -> dict[str, Any]:
     """Visits `config` would have spent over `windows` windows, and which samples a middle window would leave out."""
-    pipeline = Pipeline(config)
+    pipeline = Pipeline(config, reference=reference)
     budgets = [pipeline.budget(window, windows, ledger.n) for window in range(windows)]
     middle = windows // 2
     plan = pipeline.plan(ledger, window=middle, windows=windows, batch_size=1, seed=seed)
@@ -61,14 +66,11 @@ def forecast(ledger: Ledger, config: SelectConfig, *, windows: int, seed: int = 
 
 def _suspects(ledger: Ledger) -> dict[str, Any] | None:
     """Labels the training history contradicts, firmest first, and the estimated share of them; None without logits."""
-    s = suspicion(ledger.margin, ledger.label, ledger.guess)
-    if np.isnan(s).all():
+    found = findings(ledger)
+    if not found.judged:
         return None
-    rate = noise_rate(s)
-    found = np.flatnonzero(s > threshold(rate))
-    found = found[np.argsort(-s[found], kind="stable")]
-    shown = [{**_sample(ledger, int(i)), "suspicion": float(s[i])} for i in found[:SHOWN]]
-    return {"noise_rate": rate, "count": len(found), "samples": shown}
+    shown = [{**_sample(ledger, one.id), **asdict(one)} for one in found.suspects]
+    return {"noise_rate": found.noise_rate, "count": found.suspected, "expected": found.expected, "samples": shown}
 
 
 def _top(score: np.ndarray, available: int) -> np.ndarray:

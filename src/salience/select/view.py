@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from salience.errors import ConfigError
 from salience.ledger import COLUMNS, Ledger
+from salience.ledger.copies import Copies
 
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
@@ -25,6 +27,10 @@ class Clock:
     """Windows of the whole run; in observe mode without `epochs`, the ones so far."""
     keep: float = 1.0
     """Share of the samples the life-cycle curve grants this window."""
+    noise: float = 0.0
+    """Share of wrong labels the filters estimated for the window before; 0 where they saw none."""
+    steered: float | None = None
+    """Share that `keep = "auto"` was steered to; None where nothing steers."""
 
     @property
     def time(self) -> float:
@@ -32,13 +38,34 @@ class Clock:
         return min(1.0, self.window / max(1, self.windows))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Reference:
+    """What one or several other networks think of every sample, read-only."""
+
+    loss: Floats
+    """Their mean loss, float32 [n]; NaN where unknown."""
+    hardness: Floats
+    """Mean over the networks of the sample's rank among the samples, hard = 1, in (0, 1), float32 [n]; NaN where unknown."""
+
+
+NO_REFERENCE = (
+    "what another model thinks of every sample: pass reference= (a Ledger, its file, the folder of a run, "
+    "an array of losses, or a list of them)"
+)
+
+
 class View:
     """A ledger as plug-ins see it: `view.mean_loss`, `view.seen`, ... are read-only arrays [n]; `view.clock`."""
 
-    def __init__(self, ledger: Ledger, clock: Clock) -> None:
+    def __init__(
+        self, ledger: Ledger, clock: Clock, reference: Reference | None = None, copies: Copies | None = None
+    ) -> None:
         self.n = ledger.n
+        self.copies = copies
+        """Which samples are copies of each other; None where nobody looked."""
         self.clock = clock
         self._ledger = ledger
+        self._reference = reference
 
     def __getattr__(self, name: str) -> npt.NDArray[Any]:
         if name not in COLUMNS:
@@ -46,6 +73,21 @@ class View:
         column = self._ledger[name].view()
         column.setflags(write=False)
         return column
+
+    @property
+    def reference(self) -> Floats:
+        """Loss another model has on each sample, float32 [n]; NaN where unknown."""
+        return self._referred().loss
+
+    @property
+    def hardness(self) -> Floats:
+        """Mean rank of each sample among those of other models, hard = 1, float32 [n]; NaN where unknown."""
+        return self._referred().hardness
+
+    def _referred(self) -> Reference:
+        if self._reference is None:
+            raise ConfigError(f"A plug-in reads {NO_REFERENCE}.")
+        return self._reference
 
     @property
     def unseen(self) -> Bools:
@@ -67,8 +109,8 @@ class Verdict:
     """False = left out of this window, bool [n]; None leaves nothing out."""
     force: Bools | None = None
     """True = visited for certain, budget permitting, even if an earlier filter left it out; bool [n]."""
-    mute: Bools | None = None
-    """True = if visited, then with weight 0: looked at, not learnt from; bool [n]."""
+    factor: Floats | None = None
+    """On the loss weight of a sample that is visited, float32 [n]; 0 = looked at, not learnt from. The mean weight stays."""
     noise: float | None = None
     """Estimated share of wrong labels; NaN where it is still to be estimated, None where the filter has no opinion."""
     share: float | None = None

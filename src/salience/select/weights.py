@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from salience.select.view import Bools, Floats
+from salience.select.view import Floats
 
 
 def loss_weights(inclusion: Floats | None, drawn: int, population: int) -> Floats:
@@ -17,9 +17,8 @@ def loss_weights(inclusion: Floats | None, drawn: int, population: int) -> Float
     return (np.float32(drawn / max(1, population)) / inclusion).astype(np.float32)
 
 
-def muted_weights(weights: Floats, mute: Bools) -> Floats:
-    """Weight 0 where `mute`, the others scaled so that the mean stays what it was."""
-    loud = len(weights) - int(np.count_nonzero(mute))
-    if loud == 0 or loud == len(weights):
-        return weights
-    return np.where(mute, np.float32(0), weights * np.float32(len(weights) / loud))
+def scaled_weights(weights: Floats, factor: Floats) -> Floats:
+    """Weights times `factor`, scaled so that the mean stays what it was; as they are where every factor is 0."""
+    scaled = weights * factor
+    total, wanted = float(scaled.sum()), float(weights.sum())
+    return weights if total <= 0 else (scaled * np.float32(wanted / total)).astype(np.float32, copy=False)

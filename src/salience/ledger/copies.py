@@ -1,0 +1,85 @@
+"""Which samples are copies of each other: groups, and whose turn it is in each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Groups = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Copies:
+    """Which samples are copies of each other."""
+
+    group: Groups
+    """int32 [n]: samples with the same number are copies; -1 stands alone."""
+    similarity: Floats
+    """float32 [n]: 1 where the bytes are equal, else the cosine to the nearest copy; 0 alone."""
+
+    @property
+    def size(self) -> npt.NDArray[np.int64]:
+        """int64 [n]: samples in the sample's group, itself included; a visited one stands for so many."""
+        sizes = np.bincount(self.group[self.group >= 0], minlength=1)
+        return np.where(self.group >= 0, sizes[self.group], 1)
+
+    def turn(self, window: int) -> npt.NDArray[np.bool_]:
+        """bool [n]: the sample whose turn it is in each group, and every one that stands alone."""
+        members = np.flatnonzero(self.group >= 0)
+        members = members[np.argsort(self.group[members], kind="stable")]
+        number = self.group[members]
+        first = np.flatnonzero(np.diff(number, prepend=-1))
+        sizes = np.diff(np.append(first, len(members)))
+        mask = self.group < 0
+        mask[members[first + window % np.maximum(sizes, 1)]] = True
+        return mask
+
+
+def byte_copies(prints: npt.NDArray[np.int64], label: npt.NDArray[np.int32]) -> Copies:
+    """Samples of one class with the same fingerprint; 0 = not known."""
+    known = np.flatnonzero(prints)
+    order = known[np.lexsort((label[known], prints[known]))]
+    same = (prints[order[1:]] == prints[order[:-1]]) & (label[order[1:]] == label[order[:-1]])
+    group = connected(len(prints), order[:-1][same], order[1:][same])
+    return Copies(group=group, similarity=(group >= 0).astype(np.float32))
+
+
+def both(one: Copies, two: Copies) -> Copies:
+    """Copies by either; groups that share a sample become one."""
+    n = len(one.group)
+    edges = [_chain(found.group) for found in (one, two)]
+    rows, columns = (np.concatenate([edge[side] for edge in edges]) for side in (0, 1))
+    return Copies(group=connected(n, rows, columns), similarity=np.maximum(one.similarity, two.similarity))
+
+
+def connected(n: int, rows: npt.NDArray[np.int64], columns: npt.NDArray[np.int64]) -> Groups:
+    """Number of each sample's group when rows[k] and columns[k] belong together, by smallest member; -1 alone."""
+    lowest = np.arange(n)
+    while True:
+        low = np.minimum(lowest[rows], lowest[columns])
+        before = lowest.copy()
+        np.minimum.at(lowest, rows, low)
+        np.minimum.at(lowest, columns, low)
+        lowest = lowest[lowest]
+        if np.array_equal(before, lowest):
+            break
+    size = np.bincount(lowest, minlength=n)
+    return np.where(size[lowest] > 1, lowest, -1).astype(np.int32)
+
+
+def _chain(group: Groups) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Pairs of neighbours in each group, enough to connect it."""
+    members = np.flatnonzero(group >= 0)
+    members = members[np.argsort(group[members], kind="stable")]
+    same = group[members[1:]] == group[members[:-1]]
+    return members[:-1][same], members[1:][same]
+
+
+def merged(found: Sequence[Copies]) -> Copies | None:
+    """Copies by any of them; None where there is nothing to go by."""
+    return functools.reduce(both, found) if found else None

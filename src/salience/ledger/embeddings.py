@@ -1,0 +1,79 @@
+"""Where each sample lies in feature space: the mean of its features over visits, and how much visits scatter around it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from salience.errors import ConfigError
+from salience.ledger.columns import COUNT_LIMIT
+
+Vectors = npt.NDArray[np.float32]
+
+FORGET = 0.9995
+"""Of the scatter after each batch: the model moves, and old batches tell little of how it scatters now."""
+
+
+class Embeddings:
+    """float16 means [n, width] (256 bytes a sample at width 128), visits, and the scatter of single visits [width, width]."""
+
+    def __init__(self, n: int, width: int) -> None:
+        self.n, self.width = n, width
+        self.mean = np.zeros((n, width), dtype=np.float16)
+        self.visits = np.zeros(n, dtype=np.uint16)
+        self.scatter = np.zeros((width, width), dtype=np.float64)
+        """Sum over visits of the outer square of their distance to the sample's mean; old ones fade."""
+        self.weight = 0.0
+        """Visits behind `scatter`."""
+
+    @classmethod
+    def given(cls, vectors: npt.ArrayLike, n: int) -> Embeddings:
+        """From the user's own vectors [n, width], which do not scatter."""
+        array = np.asarray(vectors)
+        if array.ndim != 2 or len(array) != n or array.dtype.kind not in "fiu":
+            raise ConfigError(
+                f"embeddings have shape {array.shape} of {array.dtype}; they must be {n} rows of numbers, one a sample."
+            )
+        if not np.isfinite(array).all():
+            raise ConfigError("embeddings hold NaN or infinite numbers; leave no sample without a vector.")
+        made = cls(n, array.shape[1])
+        spread = float(np.abs(array).max()) or 1.0  # float16 ends at 65,504
+        made.mean[:] = array / spread
+        made.visits[:] = COUNT_LIMIT
+        return made
+
+    @property
+    def typical_visits(self) -> float:
+        return float(self.visits.mean())
+
+    def record(self, ids: npt.NDArray[np.int64], vectors: Vectors) -> None:
+        """One visit of each of `ids`, vectors float32 [B, width]:  m += (v - m) / k."""
+        seen = self.visits[ids].astype(np.float32)[:, None]
+        old = torch.from_numpy(self.mean[ids]).float().numpy()
+        step = vectors - old
+        self.mean[ids] = torch.from_numpy(old + step / (seen + 1)).half().numpy()
+        again = seen[:, 0] > 0
+        # The distance to a mean of k other visits is sqrt((k + 1) / k) times too long.
+        apart = step[again] * np.sqrt(seen[again] / (seen[again] + 1))
+        self.scatter = FORGET * self.scatter + apart.T @ apart
+        self.weight = FORGET * self.weight + len(apart)
+        self.visits[ids] = np.minimum(self.visits[ids], COUNT_LIMIT - 1) + 1
+
+    def state_dict(self) -> dict[str, npt.NDArray[Any]]:
+        return {
+            "mean": self.mean.copy(),
+            "visits": self.visits.astype(np.int32),
+            "scatter": self.scatter.copy(),
+            "weight": np.array([self.weight]),
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, npt.NDArray[Any]]) -> Embeddings:
+        made = cls(*state["mean"].shape)
+        made.mean[:], made.visits[:], made.scatter[:] = state["mean"], state["visits"], state["scatter"]
+        made.weight = float(state["weight"][0])
+        return made

@@ -1,0 +1,136 @@
+"""Redundancy filter: of samples that are copies of each other one is visited, and each in its turn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from salience.errors import ConfigError
+from salience.ledger.copies import Copies, byte_copies, connected, merged
+from salience.ledger.embeddings import Embeddings
+from salience.select.neighbours import nearest
+from salience.select.view import Verdict, View
+
+Floats = npt.NDArray[np.float32]
+
+SURROUNDINGS = 12
+"""The distance to the neighbour of this rank stands for how far apart samples are hereabouts."""
+
+
+def redundancy(view: View, *, ratio: float = 0.78, visits: float = 6.0) -> Verdict:
+    """Leaves out all but one of each group of near-copies; which one is visited changes from window to window.
+
+    Copies are found by features (`loader.attach(model)`, once samples were visited `visits` times on average, and again
+    as that grows) or `embeddings=` given by you, and byte by byte where the data set knows fingerprints. `ratio`: a
+    copy lies closer than this share of the distance to the 12th neighbour (see `near_copies`).
+    """
+    if not 0 < ratio < 1 or visits < 1:
+        raise ConfigError(f"redundancy: ratio is {ratio} (between 0 and 1), visits is {visits} (at least 1).")
+    if view.copies is None:
+        return Verdict(reason="nothing to compare yet; features come with loader.attach(model) or embeddings=")
+    return Verdict(keep=view.copies.turn(view.clock.window), reason="a copy of it is visited in its place")
+
+
+def near_copies(embeddings: Embeddings, label: npt.NDArray[np.int32], *, ratio: float = 0.78) -> Copies:
+    """Samples of one class that lie much closer to each other than their surroundings:
+
+        d(i, j) < ratio * min(D_i, D_j),   D = distance to the 12th neighbour
+
+    Distances are in units of what augmentation and training scatter (see `in_units_of_scatter`). A relative test needs no
+    scale (after Lowe's ratio test, 2004), but dimensions: in fewer than about 30, neighbours come that close by chance.
+    Samples that differ in label are left alone: one of the two is wrong,
+    and which, the noise filter has to say.
+    """
+    z = in_units_of_scatter(embeddings)
+    known = np.flatnonzero(embeddings.visits > 0)
+    distance, where = nearest(z[known], SURROUNDINGS)
+    around = distance[:, -1]
+    around = np.where(np.isfinite(around), around, 0)
+    rows, columns = np.repeat(np.arange(len(known)), SURROUNDINGS - 1), where[:, :-1].ravel()
+    close = (columns >= 0) & (distance[:, :-1].ravel() < ratio * np.minimum(around[rows], around[columns]))
+    rows, columns = known[rows[close]], known[columns[close]]
+    same = label[rows] == label[columns]
+    rows, columns = rows[same], columns[same]
+    cosine = np.einsum("ij,ij->i", z[rows], z[columns]) / np.maximum(
+        np.linalg.norm(z[rows], axis=1) * np.linalg.norm(z[columns], axis=1), 1e-12
+    )
+    similarity = np.zeros(embeddings.n, dtype=np.float32)
+    np.maximum.at(similarity, rows, np.clip(cosine, 0, 1).astype(np.float32))
+    np.maximum.at(similarity, columns, np.clip(cosine, 0, 1).astype(np.float32))
+    return Copies(group=connected(embeddings.n, rows, columns), similarity=similarity)
+
+
+def in_units_of_scatter(embeddings: Embeddings) -> Floats:
+    """z = (m - mean of all) W^(-1/2), float32 [n, kept]: directions in which one sample's visits scatter count little.
+
+    W = covariance of single visits around their sample's mean: what augmentation and training move. Two samples that are
+    copies differ in their means only by that, times sqrt(2 / visits), in whatever direction; others differ most where
+    visits do not (Fisher's discriminant with a class a sample). Directions with no more spread between samples
+    than visits explain are left out. Vectors given by the user have no scatter and stay as they are.
+    """
+    m = embeddings.mean.astype(np.float32)
+    m -= m.mean(axis=0)
+    if embeddings.weight < embeddings.width:
+        return m
+    values, axes = np.linalg.eigh(embeddings.scatter / embeddings.weight)
+    z = (m @ axes.astype(np.float32)) / np.sqrt(values + 0.05 * max(values.mean(), 1e-12)).astype(np.float32)
+    wide = z.var(axis=0) > 1.5 / max(embeddings.typical_visits, 1)
+    return np.ascontiguousarray(z[:, wide]) if wide.any() else z
+
+
+class CopySearch:
+    """Gathers what copies are found by, and looks for them from time to time."""
+
+    def __init__(self, n: int, *, ratio: float = 0.78, visits: float = 6.0, given: npt.ArrayLike | None = None) -> None:
+        self.ratio = ratio if given is None else 0.9 * ratio
+        """Vectors given by the user do not scatter and need less room."""
+        self.next_look = 0.0 if given is not None else visits
+        """Visits a sample on average at which to look (again)."""
+        self.embeddings = None if given is None else Embeddings.given(given, n)
+        self.prints = np.zeros(n, dtype=np.int64)
+        """Fingerprints of the samples' bytes; 0 = not known."""
+        self.found: Copies | None = None
+        self._near: Copies | None = None
+        self._printed = 0
+        self._waited = False
+
+    def look(self, label: npt.NDArray[np.int32]) -> bool:
+        """Look if there is reason to; whether anything may have changed."""
+        if (label < 0).all() and not self._waited:  # classes are known after the first window, if at all
+            self._waited = True
+            return False
+        near = self.embeddings is not None and self.embeddings.typical_visits >= self.next_look
+        known = int(np.count_nonzero(self.prints))
+        if not near and known == self._printed:
+            return False
+        if near and self.embeddings is not None:
+            self._near = near_copies(self.embeddings, label, ratio=self.ratio)
+            self.next_look = max(1.4 * self.embeddings.typical_visits, self.next_look + 1)
+        self._printed = known
+        same = byte_copies(self.prints, label) if known else None
+        self.found = merged([copies for copies in (self._near, same) if copies is not None])
+        return True
+
+    def state_dict(self) -> dict[str, npt.NDArray[Any]]:
+        state: dict[str, npt.NDArray[Any]] = {"prints": self.prints.copy(), "next_look": np.array([self.next_look])}
+        for name, copies in (("found", self.found), ("near", self._near)):
+            if copies is not None:
+                state |= {f"{name}_group": copies.group.copy(), f"{name}_similarity": copies.similarity.copy()}
+        if self.embeddings is not None:
+            state |= self.embeddings.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        self.prints[:] = state["prints"]
+        self._printed = int(np.count_nonzero(self.prints))
+        self.next_look = float(state["next_look"][0])
+        self.found, self._near = (
+            Copies(group=state[f"{name}_group"], similarity=state[f"{name}_similarity"])
+            if f"{name}_group" in state
+            else None
+            for name in ("found", "near")
+        )
+        self.embeddings = Embeddings.from_state(state) if "mean" in state else self.embeddings

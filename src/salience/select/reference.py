@@ -1,0 +1,104 @@
+"""What other models think of every sample: made of ledgers, their files, or plain losses."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from salience import ledger as ledgers
+from salience.errors import ConfigError, StateError
+from salience.ledger import Ledger
+from salience.select.ranks import rank_normalise
+from salience.select.view import Floats, Reference
+
+Opinion = Ledger | str | Path | npt.ArrayLike
+"""One network: its Ledger, the ledger's file or run folder, or its losses, float [n]."""
+
+
+def reference_of(opinions: Opinion | Sequence[Opinion], n: int) -> Reference:
+    """The opinion of one network on `n` samples, or the mean one of several."""
+    several: Sequence[Any] = (opinions,)
+    # A list of numbers is the losses of one network, a list of anything else that many networks.
+    if isinstance(opinions, (list, tuple)) and any(isinstance(o, (Ledger, str, Path)) or np.ndim(o) for o in opinions):
+        several = opinions
+    each = [_opinion(opinion, n) for opinion in several]
+    reference = Reference(loss=_mean([o[0] for o in each]), hardness=_mean([_ranks(o[1]) for o in each]))
+    if np.isnan(reference.loss).all():
+        raise ConfigError(
+            "The reference knows the loss of no sample; give one that was trained or measured on this data."
+        )
+    for array in (reference.loss, reference.hardness):
+        array.setflags(write=False)
+    return reference
+
+
+def checksum(reference: Reference | None) -> int | None:
+    """A number that tells one reference from another."""
+    return None if reference is None else zlib.crc32(reference.hardness.tobytes(), zlib.crc32(reference.loss.tobytes()))
+
+
+def inconsistency(ledger: Ledger) -> Floats:
+    """1 - C, C = (times right + mean p(label)) / (visits + 1): how seldom a sample was right while the network learnt.
+
+    Cumulative accuracy, the proxy of the C-score that is free (Jiang et al. 2021); p(label) counts as one more, fractional
+    visit and breaks its many ties. The mean loss where the ledger knows no guesses. float32 [n]; NaN where unknown.
+    """
+    known = ledger.guess >= 0
+    if not known.any():
+        return ledger.mean_loss.copy()
+    right = (ledger.right + ledger.confidence.astype(np.float32)) / (ledger.seen.astype(np.float32) + 1)
+    return np.where(known, 1 - right, np.float32(np.nan)).astype(np.float32)
+
+
+def _opinion(opinion: Any, n: int) -> tuple[Floats, Floats]:
+    """Loss and hardness in one network's own units, float32 [n] each."""
+    if isinstance(opinion, (str, Path)):
+        opinion = ledgers.load(_ledger_file(Path(opinion)))
+    if isinstance(opinion, Ledger):
+        loss, hardness = opinion.mean_loss.copy(), inconsistency(opinion)
+    else:
+        given = np.asarray(opinion)
+        if given.dtype.kind not in "fiu" or given.ndim != 1:
+            raise ConfigError(
+                f"reference is {given.dtype} of shape {given.shape}; it must be one loss a sample, [{n}]."
+            )
+        loss = given.astype(np.float32)
+        loss[~np.isfinite(loss)] = np.nan
+        hardness = loss
+    if len(loss) != n:
+        raise ConfigError(f"The reference has {len(loss)} samples, the data set {n}; they must be the same, in order.")
+    return loss, hardness
+
+
+def _ledger_file(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    if not (path / "ledger.npz").exists():
+        raise StateError(
+            f"The folder {str(path)!r} holds no ledger.npz; a run writes it at its end. Name a ledger file."
+        )
+    return path / "ledger.npz"
+
+
+def _ranks(hardness: Floats) -> Floats:
+    """Rank among the known, NaN stays NaN."""
+    known = ~np.isnan(hardness)
+    ranks = np.full(len(hardness), np.nan, dtype=np.float32)
+    if known.any():
+        ranks[known] = rank_normalise(hardness[known])
+    return ranks
+
+
+def _mean(rows: Sequence[Floats]) -> Floats:
+    """Mean over the networks that know the sample; NaN where none does."""
+    if len(rows) == 1:
+        return rows[0].copy()
+    stack = np.stack(rows)
+    known = ~np.isnan(stack)
+    total = np.where(known, stack, 0).sum(axis=0)
+    return np.where(known.any(axis=0), total / np.maximum(known.sum(axis=0), 1), np.nan).astype(np.float32)

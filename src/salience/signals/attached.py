@@ -1,0 +1,303 @@
+"""A model under observation: its layers' inputs and output gradients become per-sample gradient norms and features.
+
+deliver(number)   a batch is on its way: forward calls from here on, with gradients on, are of it
+watch(losses)     these are its losses, no more forward calls; the backward pass will bring the gradients
+take()            the batches whose backward pass has run since
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from salience.errors import ConfigError
+from salience.signals.features import features_of
+from salience.signals.ghost import STEP, Extent, Layer, Size, choose, size_of, squared_norms
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What gradient norms are made of, settled at the first step."""
+
+    grad_norm: str
+    layers: tuple[str, ...]
+    """Names of the layers taken; none where the model has neither Linear nor Conv2d and its output stands for it."""
+    of: int
+    """Linear and Conv2d layers that ran on the batch."""
+    share: float
+    """Predicted operations over those of the step."""
+    left_out: tuple[str, ...]
+    """Kinds of other layers with trainable parameters."""
+
+    @property
+    def text(self) -> str:
+        if not self.layers:
+            return f"The gradient of the model's output stands for its layers ({', '.join(self.left_out)})."
+        others = f"; not in it: {', '.join(self.left_out)}" if self.left_out else ""
+        return (
+            f"Gradient norms are of the last {len(self.layers)} of {self.of} Linear and Conv2d layers "
+            f"(about {self.share:.1%} of the step's operations){others}."
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One forward call of a layer."""
+
+    layer: Layer | None
+    """None: the model itself."""
+    given: Tensor
+    gave: torch.Size
+    taken: bool = False
+    at_once: bool = False
+    """Make its norm as soon as the gradient is there, and let its input go: the layer's only call for this batch, with many
+    positions. Small ones wait for `finish`, where they are made together, at half the price."""
+    gradient: Tensor | None = None
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Step:
+    """One batch on its way through the model.
+
+    Only the hooks in its autograd graph hold it, so that it is gone with the graph when no backward pass comes; the first
+    gradient of the losses puts it on the list of what is done.
+    """
+
+    done: list[Step]
+    calls: dict[str, list[_Call]] = field(default_factory=dict[str, list[_Call]])
+    features: Tensor | None = None
+    ids: npt.NDArray[np.int64] | None = None
+    kept: Tensor | None = None
+    """Positions in `ids` that the losses are of, where only some are."""
+    window: int = 0
+    scale: Tensor | None = None
+    """d(what was differentiated) / d(loss of the sample): weights, means and a gradient scaler in one, [B]."""
+    squares: list[Tensor] = field(default_factory=list[Tensor])
+    trouble: Exception | None = None
+    seconds: float = 0.0
+
+    def reached_losses(self, gradient: Tensor) -> None:
+        if self.scale is None:
+            self.scale = gradient.detach()
+            self.done.append(self)
+
+    def reached_layer(self, call: _Call, gradient: Tensor) -> None:
+        # Not if it comes from another loss, is not wanted, or comes once more.
+        if self.scale is None or not call.taken:
+            return
+        call.taken, call.gradient = False, gradient.detach()
+        if call.at_once:
+            begin = time.perf_counter()
+            self._add([call])
+            self.seconds += time.perf_counter() - begin
+
+    def _add(self, calls: list[_Call]) -> None:
+        """Enter the squared norms of one layer; a failure must not stop the user's backward pass."""
+        try:
+            pairs = [(call.given, call.gradient) for call in calls if call.gradient is not None]
+            layer = calls[0].layer
+            self.squares.append(_of_output(pairs[-1][1]) if layer is None else squared_norms(layer, pairs))
+        except Exception as error:
+            self.trouble = error
+        for call in calls:
+            call.given = call.gradient = _NOTHING
+
+    def finish(self) -> Tensor | None:
+        """|d loss_i / d parameters|^2 times scale_i^2 for each of the losses, [B], once all gradients are there."""
+        for calls in self.calls.values():
+            late = [call for call in calls if not call.at_once and call.gradient is not None]
+            for rows in {len(call.given) for call in late}:
+                self._add([call for call in late if len(call.given) == rows])
+        self.calls = {}
+        if self.scale is None or self.ids is None or not self.squares:
+            return None
+        kept, whole, device = self.kept, len(self.ids), self.scale.device
+        squares = [s if kept is None or len(s) != whole else s[kept.to(s.device)] for s in self.squares]
+        return functools.reduce(torch.add, [s.to(device) for s in squares])
+
+
+class Attached:
+    """Hooks on a model's layers. They hold it weakly: it dies with its loader, and the hooks with it."""
+
+    def __init__(
+        self, model: nn.Module, *, grad_norm: Extent | None = None, every: int = 1, features: bool = False
+    ) -> None:
+        if grad_norm is not None and grad_norm not in get_args(Extent):
+            raise ConfigError(f"grad_norm is {grad_norm!r}; allowed: {', '.join(map(repr, get_args(Extent)))} or None.")
+        if every < 1:
+            raise ConfigError(f"every is {every}; it must be at least 1: norms are made in one of so many steps.")
+        self._extent: Extent | None = grad_norm
+        self._every, self._features = every, features
+        self._kinds = {
+            name: type(module).__name__
+            for name, module in model.named_modules()
+            if any(p.requires_grad for p in module.parameters(recurse=False))
+        }
+        layers = {name: module for name, module in model.named_modules() if _supported(module)}
+        self._whole = grad_norm is not None and not layers
+        """The model's own output stands for the layers it does not have."""
+        self._chosen: frozenset[str] | None = None
+        self._waiting = 0
+        """Batches delivered whose losses have not come: more than one where a loop fetches ahead."""
+        self._counts = False
+        """Whether norms are made in this step."""
+        self._step: Step | None = None
+        self._done: list[Step] = []
+        self._seen: Tensor | None = None
+        """What the last Linear was given."""
+        self._hooks = {
+            name: module.register_forward_hook(_Hook(self, name))
+            for name, module in ({"": model} if self._whole else layers).items()
+            if grad_norm is not None or (features and isinstance(module, nn.Linear))
+        }
+        self._remove = weakref.finalize(self, _remove, self._hooks)
+        self._remove.atexit = False
+
+    def detach(self) -> None:
+        """Remove every hook and forget what is under way."""
+        self._remove()
+        self._step = self._seen = None
+        self._done.clear()
+
+    def deliver(self, number: int) -> None:
+        """A new batch: what runs from now on is of it."""
+        self._waiting += 1
+        self._counts = self._extent is not None and number % self._every == 0
+        self._seen = None
+        self._open()
+
+    def _open(self) -> None:
+        self._step = Step(self._done) if self._waiting and (self._counts or self._features) else None
+
+    def forwarded(self, name: str, module: nn.Module, given: tuple[Any, ...], gave: Any) -> None:
+        """A layer ran."""
+        step = self._step
+        if step is None or not torch.is_grad_enabled():
+            return
+        output = _first_tensor(gave)
+        source = output if self._whole else _first_tensor(given)
+        if output is None or source is None:
+            return
+        source = source.detach()
+        if self._features and isinstance(module, nn.Linear):
+            step.features = source
+        if self._counts and output.requires_grad and (self._chosen is None or name in self._chosen):
+            call = _Call(None if self._whole else cast(Layer, module), source, output.shape)
+            step.calls.setdefault(name, []).append(call)
+            output.register_hook(functools.partial(step.reached_layer, call))
+
+    def watch(
+        self, losses: Tensor, ids: npt.NDArray[np.int64], kept: Tensor | None = None, *, window: int
+    ) -> Choice | None:
+        """The losses of the samples `ids` (or of the positions `kept` of them). Returns the choice when it was made now."""
+        step = self._step
+        self._waiting = max(0, self._waiting - 1)
+        self._open()
+        if step is None:
+            return None
+        self._seen, step.features = step.features, None
+        if not self._counts or not losses.requires_grad:
+            return None
+        rows = (len(ids), len(losses))
+        step.calls = {name: fit for name, calls in step.calls.items() if (fit := [c for c in calls if _fits(c, rows)])}
+        choice = self._choose(step.calls) if self._chosen is None and step.calls else None
+        step.ids, step.kept, step.window = ids, kept, window
+        for name, calls in step.calls.items():
+            for call in calls:
+                call.taken = self._chosen is not None and name in self._chosen
+                call.at_once = len(calls) == 1 and call.given.dim() > 2
+        losses.register_hook(step.reached_losses)
+        return choice
+
+    def take(self) -> list[Step]:
+        """The batches whose backward pass has run since this was called last."""
+        done = self._done.copy()
+        self._done.clear()  # steps under way share the list
+        return done
+
+    def take_features(self) -> Tensor | None:
+        """Penultimate features of the batch whose losses came last, float32 [B, 128] of norm 1; None where there are none."""
+        seen, self._seen = self._seen, None
+        return None if seen is None else features_of(seen)
+
+    def _choose(self, calls: Mapping[str, list[_Call]]) -> Choice:
+        """Settle which layers are taken; the hooks of the others go."""
+        assert self._extent is not None
+        sizes: dict[str, Size] = {}
+        for name, (call, *_) in calls.items():
+            if call.layer is not None:
+                sizes[name] = size_of(call.layer, call.given.shape, call.gave)
+        layers = choose(sizes, self._extent) if sizes else ()
+        self._chosen = frozenset(layers or calls)
+        if not self._features:
+            _remove({name: hook for name, hook in self._hooks.items() if name not in self._chosen})
+        step = STEP * sum(size.forward for size in sizes.values())
+        return Choice(
+            grad_norm=self._extent if sizes else "output",
+            layers=layers,
+            of=len(sizes),
+            share=sum(sizes[name].norm for name in layers) / max(1, step),
+            left_out=tuple(sorted({kind for name, kind in self._kinds.items() if name not in sizes})),
+        )
+
+
+class _Hook:
+    """A forward hook that holds its owner weakly. A copy of the model, or a pickled one, gets a hook that does nothing."""
+
+    def __init__(self, owner: Attached | None = None, name: str = "") -> None:
+        self._owner = None if owner is None else weakref.ref(owner)
+        self._name = name
+
+    def __call__(self, module: nn.Module, given: tuple[Any, ...], gave: Any) -> None:
+        owner = None if self._owner is None else self._owner()
+        if owner is not None:
+            owner.forwarded(self._name, module, given, gave)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
+
+
+_NOTHING = torch.empty(0)
+
+
+def _remove(hooks: Mapping[str, RemovableHandle]) -> None:
+    for hook in hooks.values():
+        hook.remove()
+
+
+def _supported(module: nn.Module) -> bool:
+    """A Linear or Conv2d whose weight is its own parameter (not computed from others)."""
+    return isinstance(module, (nn.Linear, nn.Conv2d)) and isinstance(module.weight, nn.Parameter)
+
+
+def _fits(call: _Call, rows: tuple[int, int]) -> bool:
+    """Whether the layer was given as many samples as were delivered, or as there are losses."""
+    shape = call.given.shape
+    axes = 4 if isinstance(call.layer, nn.Conv2d) else 2 if call.layer is not None else 1
+    return len(shape) >= axes and shape[0] in rows
+
+
+def _of_output(gradient: Tensor) -> Tensor:
+    rows = gradient.float().reshape(len(gradient), -1)
+    return torch.linalg.vecdot(rows, rows)
+
+
+def _first_tensor(output: Any) -> Tensor | None:
+    """A tensor, or the first one in a tuple, list or dictionary."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping):
+        output = list(cast(Mapping[str, Any], output).values())
+    if isinstance(output, (tuple, list)):
+        return next((item for item in cast(list[Any], output) if isinstance(item, Tensor)), None)
+    return None

@@ -1,0 +1,211 @@
+"""Findings: wrong labels with a confidence that holds, hard but clean samples, near-copies, uneven classes."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import salience
+from salience.errors import StateError
+from salience.ledger import COLUMNS, Ledger
+from salience.models import build
+from salience.select.findings import (
+    balance,
+    copies,
+    doubt,
+    findings,
+    hardest,
+    load_copies,
+    save_copies,
+    suspected,
+    suspects,
+    upper_share,
+)
+
+from conftest import require
+
+
+def trained(wrong: float, seed: int) -> tuple[Ledger, np.ndarray, np.ndarray]:
+    """The ledger of a small network trained on rendered glyphs; which labels are wrong, which images hard."""
+    require(importlib.util.find_spec("PIL") is not None, "Pillow")
+    from salience.images.glyphs import render
+
+    glyphs = render(1600, classes=6, size=16, wrong=wrong, copies=0, seed=seed)
+    x, y = torch.from_numpy(glyphs.images).unsqueeze(1).float() / 127.5 - 1, torch.from_numpy(glyphs.labels)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = build("cnn", 6, channels=1, size=16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    selector = salience.Selector(len(y), batch_size=50, epochs=6, seed=seed)
+    schedule = salience.ProgressLR(optimizer, selector)
+    for _ in range(6):
+        for ids, _ in selector:
+            logits = model(x[ids])
+            loss = selector.loss(F.cross_entropy(logits, y[ids], reduction="none"), logits, y[ids])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    return selector.ledger, glyphs.wrong, glyphs.hard
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[tuple[Ledger, np.ndarray, np.ndarray]]:
+    return [trained(wrong, seed) for seed, wrong in enumerate((0.1, 0.3))]
+
+
+def sample(n: int, **columns: object) -> Ledger:
+    ledger = Ledger(n)
+    for name, values in columns.items():
+        ledger[name][:] = values
+    return ledger
+
+
+# ---------------------------------------------------------------- labels
+
+
+def test_the_confidence_is_how_often_the_label_is_wrong(runs):
+    said = np.concatenate([doubt(ledger) for ledger, _, _ in runs])
+    true = np.concatenate([wrong for _, wrong, _ in runs])
+    shown = said > 0.5
+    table = [f"precision {true[shown].mean():.2f}, recall {true[shown].sum() / true.sum():.2f}"]
+    honest: list[bool] = []
+    for low, high in ((0, 0.2), (0.3, 0.7), (0.7, 0.85), (0.85, 1)):
+        some = (said > low) & (said <= high)
+        table.append(f"said {said[some].mean():.2f}, true {true[some].mean():.2f} of {some.sum()}")
+        honest.append(some.sum() >= 30 and -0.12 < true[some].mean() - said[some].mean() < 0.25)
+    assert all(honest), table
+    assert true[shown].mean() > 0.7, table
+    assert true[shown].sum() > 0.35 * true.sum(), table
+
+
+def test_the_firmest_suspects_are_wrong_and_the_hardest_clean_ones_are_not(runs):
+    for ledger, wrong, _ in runs:
+        first = suspects(ledger, top=20)
+        assert wrong[[s.id for s in first]].mean() > 0.9
+        assert [s.confidence for s in first] == sorted((s.confidence for s in first), reverse=True)
+        assert all(s.label == ledger.label[s.id] != s.guess for s in first)
+        listed = hardest(ledger, top=20)
+        clean, highest = [h.id for h in listed], np.argsort(-ledger.mean_loss)[:20]
+        assert wrong[clean].mean() < 0.6 * wrong[highest].mean()
+        assert 1 - wrong[clean].mean() == pytest.approx(np.mean([h.confidence for h in listed]), abs=0.25)
+        assert not set(clean) & {s.id for s in suspects(ledger)}
+
+
+def test_clean_labels_are_hardly_suspected_and_the_hardest_are_the_distorted_ones():
+    ledger, _, hard = trained(0.0, 5)
+    assert suspected(ledger, doubt(ledger)).mean() < 0.02
+    assert hard[[h.id for h in hardest(ledger, top=20)]].mean() > 3 * hard.mean()
+
+
+def test_reasons_say_in_words_what_was_seen(runs):
+    ledger = runs[0][0]
+    one = suspects(ledger, top=1, names=["ant", "bee", "cat", "dog", "eel", "fly"])[0]
+    said = ["ant", "bee", "cat", "dog", "eel", "fly"][one.guess]
+    assert one.reason == (
+        f"the model says {said} with p {ledger.guess_p[one.id]:.2f}; it gave the label at {ledger.right[one.id]} of 6 visits; "
+        f"suspicion {one.suspicion:.1f}"
+    )
+    assert f"says class {one.guess} with" in suspects(ledger, top=1)[0].reason
+    twice = sample(1, mean_loss=2.125, seen=12, right=3, forgotten=2, guess=1, label=0)
+    assert hardest(twice)[0].reason == "mean loss 2.1, right at 3 of 12 visits, forgotten 2 times"
+    alone = sample(1, mean_loss=0.5, seen=1)
+    assert (hardest(alone)[0].reason, hardest(alone)[0].confidence) == ("mean loss 0.5 at 1 visit", None)
+
+
+def test_without_logits_or_without_losses_nothing_is_claimed():
+    for ledger in (Ledger(5), sample(5, mean_loss=1.0, seen=2), sample(5, label=[0, 1, 0, 1, 0])):
+        found = findings(ledger)
+        assert (found.judged, found.noise_rate, found.suspected, found.suspects, found.groups) == (0, None, 0, (), None)
+    assert len(findings(sample(5, mean_loss=1.0, seen=2)).hard) == 5
+    assert np.isnan(doubt(Ledger(5))).all()
+
+
+def test_one_sample_and_a_hundred_equal_ones_do_no_harm():
+    for n in (1, 100):
+        same = sample(n, margin=1.0, margin_sum=3.0, seen=3, right=3, label=0, guess=0, mean_loss=0.1, guess_p=0.9)
+        assert findings(same).suspected == 0
+        assert np.isfinite(doubt(same)).all()
+
+
+def test_two_bells_are_told_apart_and_more_is_never_less_likely():
+    rng = np.random.default_rng(0)
+    upper = rng.random(5000) < 0.1
+    x = np.where(upper, rng.normal(1.2, 0.4, 5000), rng.normal(-1, 0.5, 5000)).astype(np.float32)
+    said = upper_share(x)
+    assert said[upper].mean() > 0.85
+    assert said.mean() == pytest.approx(0.1, abs=0.02)
+    assert (np.diff(said[np.argsort(x)]) >= 0).all()
+    assert np.isnan(upper_share(np.array([np.nan, 1.0], dtype=np.float32))[0])
+
+
+# ---------------------------------------------------------------- near-copies
+
+
+GROUP = np.array([2, -1, 0, 0, 2, 1, 2, -1], dtype=np.int32)
+ALIKE = np.array([0.98, 0, 1, 1, 1, 1, 0.99, 0], dtype=np.float32)
+
+
+def test_groups_of_copies_have_a_representative_members_and_a_reason():
+    large, small = copies(GROUP, ALIKE)  # group 1 has one member: no copies
+    assert (large.id, large.members, large.reason) == (4, (0, 4, 6), "features agree to 0.98")
+    assert large.confidence == pytest.approx(0.98)
+    assert (small.id, small.members, small.confidence, small.reason) == (2, (2, 3), 1.0, "byte-identical")
+    assert copies(GROUP, ALIKE, top=1) == [large]
+    assert copies(np.full(4, -1, dtype=np.int32), np.zeros(4, dtype=np.float32)) == []
+    found = findings(Ledger(8), (GROUP, ALIKE))
+    assert (found.groups, found.spare) == (2, 3)
+
+
+def test_what_is_almost_identical_is_not_called_so():
+    nearly = np.array([1, np.nextafter(np.float32(1), np.float32(0))], dtype=np.float32)
+    assert copies(np.zeros(2, dtype=np.int32), nearly)[0].reason == "features agree to 0.9999"
+
+
+def test_copies_survive_their_file_and_others_are_refused(tmp_path):
+    save_copies(tmp_path / "copies.npz", GROUP, ALIKE)
+    group, alike = load_copies(tmp_path / "copies.npz", 8)
+    np.testing.assert_array_equal(group, GROUP)
+    np.testing.assert_array_equal(alike, ALIKE)
+    with pytest.raises(StateError, match="is of 8 samples, the ledger of 9"):
+        load_copies(tmp_path / "copies.npz", 9)
+    for group, alike in ((GROUP[1:], ALIKE), (GROUP + 8, ALIKE), (GROUP.astype(np.float32), ALIKE), (GROUP, ALIKE + 1)):
+        with pytest.raises(StateError, match=r"both must be \[n\]|not between 0 and 1"):
+            save_copies(tmp_path / "bad.npz", group, alike)
+    salience.ledger.save(Ledger(8), tmp_path / "ledger.npz")
+    with pytest.raises(StateError, match="not a file of near-copies"):
+        load_copies(tmp_path / "ledger.npz", 8)
+
+
+# ---------------------------------------------------------------- classes
+
+
+def test_a_class_that_got_less_than_its_share_says_why():
+    easy = np.arange(10) < 5
+    ledger = sample(
+        10, label=np.where(easy, 0, 2), trained=np.where(easy, 1, 4), mean_loss=np.where(easy, 0.1, 1.1), seen=4
+    )
+    zero, two = balance(ledger)
+    assert (zero.label, zero.samples, zero.visits) == (0, 0.5, 0.2)
+    assert zero.reason == "visited 0.4x its share: mean loss 0.1 against 0.6 overall"
+    assert two.reason == "visited 1.6x its share: mean loss 1.1 against 0.6 overall"
+
+
+def test_a_class_that_lost_visits_to_suspected_labels_says_so(runs):
+    ledger = Ledger(runs[1][0].n)
+    for name in COLUMNS:
+        ledger[name][:] = runs[1][0][name]
+    suspect = suspected(ledger, doubt(ledger))
+    ledger.label[suspect] = np.where(ledger.guess[suspect] == 0, 1, 0)  # most of them in class 0
+    ledger.trained[ledger.label == 0] = 3
+    assert "of its labels look wrong against" in balance(ledger)[0].reason
+
+
+def test_even_classes_need_no_reason_and_no_classes_no_balance():
+    assert [one.reason for one in balance(sample(4, label=[0, 0, 1, 1], trained=2, mean_loss=1.0))] == ["", ""]
+    assert [one.visits for one in balance(sample(4, label=[0, 0, 1, 1]))] == [None, None]
+    assert balance(Ledger(4)) == []
