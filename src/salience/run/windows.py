@@ -1,0 +1,352 @@
+"""Windows: what is planned, delivered and done, and how far the run is."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import RandomSampler
+
+from salience import ledger as ledgers
+from salience.config import SelectConfig, read_toml
+from salience.errors import ConfigError, StateError
+from salience.events import EventLog
+from salience.ledger import Ledger, Recorder
+from salience.ledger.exchange import current_group
+from salience.plan import Plan, Shard, Trace
+from salience.run.base import Batch, warn
+from salience.run.losses import Losses
+from salience.select import Pipeline, preset
+from salience.select.pick import RecentLosses
+from salience.select.reference import Opinion, reference_of
+from salience.select.steering import Paths, Steering
+from salience.signals import Attached
+from salience.watch import Stopwatch
+
+Select = str | SelectConfig | Mapping[str, Any] | Trace | None
+
+
+def resolve(select: Select) -> SelectConfig | Trace | None:
+    """What people write for `select` as a config: a preset's name, a TOML file, a table, a config, a trace, or nothing."""
+    if select is None or isinstance(select, (SelectConfig, Trace)):
+        return select
+    table: dict[str, Any]
+    if isinstance(select, str):
+        if not select.endswith(".toml"):
+            return preset(select)
+        tables = read_toml(select)
+        if "select" not in tables:
+            raise ConfigError(f"{select!r} has no [select] table; write one, or name a preset.")
+        table = dict(tables["select"])
+    else:
+        table = dict(select)
+    return preset(table.pop("preset", "default")).merged(table)
+
+
+class Windows(Losses):
+    """One run over `n` samples, window by window."""
+
+    def __init__(
+        self,
+        n: int,
+        *,
+        batch_size: int,
+        epochs: int | None,
+        select: Select,
+        seed: int,
+        drop_last: bool,
+        generator: torch.Generator | None,
+        ledger: Ledger | str | Path | None,
+        reference: Opinion | Sequence[Opinion] | None,
+        baseline: Paths | None,
+        embeddings: npt.ArrayLike | None,
+        trace: str | Path | None,
+        log: EventLog | str | Path | None,
+        strict: bool,
+    ) -> None:
+        self._config = resolve(select)
+        if n < 1:
+            raise ConfigError(f"The data set has {n} samples; there must be at least one.")
+        if batch_size < 1:
+            raise ConfigError(f"batch_size is {batch_size}; it must be at least 1.")
+        if epochs is not None and epochs < 1:
+            raise ConfigError(f"epochs is {epochs}; it must be at least 1.")
+        if epochs is None and self._config is not None:
+            raise ConfigError("select needs epochs=: the number of passes you will make, so that it can pace itself.")
+        if seed < 0:
+            raise ConfigError(f"seed is {seed}; it must be at least 0.")
+        self.n, self.batch_size, self.epochs, self.seed, self.drop_last = n, batch_size, epochs, seed, drop_last
+        self._group = current_group()
+        self.rank, self.world = (self._group.rank, self._group.world) if self._group else (0, 1)
+        self.events = log if isinstance(log, EventLog) else EventLog(log if self.rank == 0 else None)
+        self.watch = Stopwatch()
+        self._ledger = self._group.ledger(n) if self._group else Ledger(n)
+        if ledger is not None:
+            self._warm_start(ledger if isinstance(ledger, Ledger) else ledgers.load(ledger))
+        self._recorder = Recorder(self._ledger, self._group)
+        self._reference = None if reference is None else reference_of(reference, n)
+        self._pipeline: Pipeline | None = None
+        self._steering: Steering | None = None
+        if isinstance(self._config, SelectConfig):
+            self._pipeline = Pipeline(
+                self._config, reference=self._reference, strict=strict, warn=functools.partial(warn, self.events)
+            )
+            self._steering = self._make_steering(baseline)
+        elif isinstance(self._config, Trace):
+            self._config.check(n, epochs)
+        self._copies = self._make_search(embeddings)
+        self._noise = 0.0
+        """Share of wrong labels the last plan's filters estimated."""
+        self._suspects: tuple[int, npt.NDArray[np.bool_]] | None = None
+        """Labels that looked wrong at the start of the window of that number, where somebody asked."""
+        self._trace = None if trace is None else Trace(trace)
+        self._generator = generator or torch.Generator().manual_seed(seed)
+        self._shuffle: Any = iter(())
+        self._shuffle_state: Tensor = self._generator.get_state()
+        self._drew_worker_seed = True
+        self._started = False
+        """Whether a window was opened before, in this process or the one that was resumed."""
+        self.epoch = 0
+        """The window in progress, or the next one between two windows."""
+        self._shard: Shard | None = None
+        """This rank's part of the window in progress, or of the last one: a loop that fetches ahead is late with losses."""
+        self._open = False
+        self._resumed = False
+        self._delivered: set[int] = set()
+        self._batch: Batch | None = None
+        self._span = (0.0, 0.0)
+        self._visited = 0
+        budgets = self._budgets(0)
+        self.visits_expected: int | None = None if budgets is None else sum(budgets)
+        """Sample visits of the whole run, over all ranks, as far as they can be known now; None without `epochs`."""
+        self._recent = RecentLosses()
+        self._weights: dict[torch.device, Tensor] = {}
+        self._plain_weights = True
+        self._no_doubles = False
+        self._checked_needs = False
+        self._strict = strict
+        self._attached: Attached | None = None
+        self._warned: set[str] = set()
+        self._opened_at = 0.0
+        self._emit_run()
+        if self._steering is not None and baseline is None:
+            self._warn(
+                'keep = "auto" has no baseline and stays at its default curve; pass baseline= the event log(s) of earlier '
+                "runs that called loader.evaluated(metric)."
+            )
+
+    def _warm_start(self, known: Ledger) -> None:
+        """Take over what another run learnt; windows of that run mean nothing here."""
+        if known.n != self.n:
+            raise StateError(
+                f"The ledger to start from has {known.n} samples, the data set {self.n}; they must be the same."
+            )
+        if self._group is None or self._group.leads_node:
+            self._ledger.load_state_dict(known.state_dict())
+            self._ledger.last_seen[:] = -1
+        if self._group is not None:
+            self._group.barrier()
+
+    def _open_window(self, *, draws_worker_seed: bool = True) -> Shard:
+        """Make (or, after a resume, take up) the plan of the next window."""
+        self._opened_at = time.perf_counter()
+        self._started = True
+        if self._resumed and self._shard is not None:
+            self._resumed = False
+            return self._shard
+        if self._open:  # the last window was broken off
+            self._close_window(finished=False)
+        self._flush()
+        self._steer()
+        self._look_for_copies()
+        with self.watch("plan"):
+            plan = self._plan(draws_worker_seed)
+            self._adopt(plan, set())
+        later = self._later(len(plan))
+        self.visits_expected = None if later is None else self._visited + len(plan) + later
+        self._span = self._progress_span(len(plan), later)
+        self._emit_plan(plan)
+        if self._trace is not None and self.rank == 0:
+            self._trace.write(plan)
+        assert self._shard is not None
+        return self._shard
+
+    def _plan(self, draws_worker_seed: bool) -> Plan:
+        size = self.batch_size * self.world
+        if self._pipeline is not None:
+            assert self.epochs is not None
+            plan = self._pipeline.plan(
+                self._ledger, window=self.epoch, windows=self.epochs, batch_size=size, seed=self.seed,
+                drop_last=self.drop_last, steered=self._steered, noise=self._noise,
+                copies=None if self._copies is None else self._copies.found,
+            )  # fmt: skip
+            self._noise = plan.noise
+            return replace(plan, batch_size=self._batch_for(len(plan)), lr_scale=self._scale_for(len(plan)))
+        if isinstance(self._config, Trace):
+            return self._config.read(self.epoch)
+        ones = np.ones(self.n, dtype=np.float32)
+        return Plan(
+            window=self.epoch, population=self.n, batch_size=size, drop_last=self.drop_last,
+            ids=self._plain_order(draws_worker_seed), weights=ones, importance=ones.copy(),
+            level=np.zeros(self.n, dtype=np.uint8),
+        )  # fmt: skip
+
+    def _plain_order(self, draws_worker_seed: bool) -> npt.NDArray[np.int64]:
+        """The order in which DataLoader(shuffle=True, generator=g) would deliver, drawing from g what it would draw."""
+        self._shuffle_state = self._generator.get_state()
+        self._drew_worker_seed = draws_worker_seed
+        if draws_worker_seed:
+            torch.empty((), dtype=torch.int64).random_(generator=self._generator)
+        self._shuffle = iter(RandomSampler(range(self.n), generator=self._generator))
+        return np.fromiter(itertools.islice(self._shuffle, self.n), dtype=np.int64, count=self.n)
+
+    def _adopt(self, plan: Plan, delivered: set[int]) -> None:
+        self._shard = plan.shard(self.rank, self.world)
+        self._open = True
+        self._delivered = delivered
+        self._weights = {}
+        self._plain_weights = bool((plan.weights == 1).all())
+        once = np.zeros(self.n, dtype=bool)
+        once[plan.ids] = True
+        self._no_doubles = int(np.count_nonzero(once)) == len(plan)
+        self._batch = None
+
+    def _deliver(
+        self, number: int, ids: npt.NDArray[np.int64], hint: Tensor | None = None, prints: Tensor | None = None
+    ) -> None:
+        if prints is not None and self._copies is not None:
+            self._copies.prints[ids] = prints.numpy()
+        self._batch = Batch(self.epoch, number, ids, hint)
+        self._delivered.add(number)
+        self._take_signals()
+        if self._attached is not None:
+            self._attached.deliver(number)
+
+    def _close_window(self, *, finished: bool = True) -> None:
+        assert self._shard is not None
+        if finished:
+            next(self._shuffle, None)  # a plain shuffle draws once more at its end
+        if self._group is None:
+            self._flush()
+        self.events.emit(
+            "window", window=self.epoch, batches=len(self._delivered), of=len(self._shard), finished=finished,
+            seconds=time.perf_counter() - self._opened_at, overhead=dict(self.watch.seconds),
+        )  # fmt: skip
+        self._open = False
+        self._visited += sum(int(self._shard.global_sizes[number]) for number in self._delivered)
+        self._delivered = set()
+        self._span = (self._span[1], self._span[1])
+        self.epoch += 1
+        if finished and self.epoch == self.epochs and self._group is None:  # several ranks tell it in report()
+            self._emit_findings()
+
+    def _budgets(self, first: int) -> list[int] | None:
+        """Planned visits of each window from `first` on; None when the number of windows is not known."""
+        if self.epochs is None:
+            return None
+        if isinstance(self._config, Trace):
+            return [len(self._config.read(w)) for w in range(first, len(self._config))]
+        if self._pipeline is None:
+            return [self.n] * (self.epochs - first)
+        return [self._pipeline.budget(w, self.epochs, self.n, self._steered) for w in range(first, self.epochs)]
+
+    def _later(self, visits: int) -> int | None:
+        """Visits to expect after this window, which makes `visits`: the curve's, corrected by what this window did to it.
+
+        A rule that spends more than the curve grants will do so again; a filter that leaves less keeps doing so.
+        """
+        budgets = self._budgets(min(self.epoch, (self.epochs or 1) - 1))
+        if budgets is None:
+            return None
+        granted, *later = budgets
+        if visits > granted:
+            later = [max(budget, visits) for budget in later]
+        elif visits < granted:
+            later = [min(budget, visits) for budget in later]
+        return sum(later)
+
+    def _progress_span(self, visits: int, later: int | None) -> tuple[float, float]:
+        """Progress at this window's start and end: the share its visits have in what is still to come."""
+        start = self._span[1]
+        if later is None:
+            return start, start
+        return start, min(1.0, start + (1 - start) * visits / (visits + later))
+
+    @property
+    def total_steps(self) -> int | None:
+        """Batches of the whole run on each rank, or None where a plug-in decides as it goes."""
+        if self._pipeline is not None and not self._pipeline.exact:
+            return None
+        budgets = self._budgets(0)
+        if isinstance(self._config, Trace) and budgets is not None:
+            return sum(self._replayed_steps(window) for window in range(len(budgets)))
+        return None if budgets is None else sum(self._steps(budget) for budget in budgets)
+
+    @property
+    def lr_scale(self) -> float:
+        """Factor on the learning rate of the next step that goes with its batch size; 1 unless steps = "constant".
+
+        After a window's last batch it is that of the window to come, as far as the curve tells.
+        """
+        window, last = self.epoch, 1.0 if self._shard is None else self._shard.plan.lr_scale
+        if self._open and self._shard is not None:
+            if len(self._delivered) < len(self._shard):
+                return last
+            window += 1
+        if self.epochs is None or window >= self.epochs:
+            return last
+        if isinstance(self._config, Trace):
+            return self._config.read(window).lr_scale
+        if self._pipeline is None:
+            return 1.0
+        return self._scale_for(self._pipeline.budget(window, self.epochs, self.n, self._steered))
+
+    @property
+    def batch_len(self) -> int:
+        """Samples in the batch delivered last."""
+        return 0 if self._batch is None else len(self._batch.ids)
+
+    def _steps(self, visits: int) -> int:
+        whole, tail = divmod(visits, self._batch_for(visits))
+        return whole + (not self.drop_last and tail >= self.world)
+
+    def _replayed_steps(self, window: int) -> int:
+        assert isinstance(self._config, Trace)
+        return len(self._config.read(window).shard(self.rank, self.world))
+
+    def _batch_for(self, visits: int) -> int:
+        """Samples of a step, over all ranks, in a window of `visits`: with constant steps, batch_size * visits / n."""
+        if not (isinstance(self._config, SelectConfig) and self._config.steps == "constant"):
+            return self.batch_size * self.world
+        return self.world * max(1, round(self.batch_size * visits / self.n))
+
+    def _scale_for(self, visits: int) -> float:
+        """(batch / batch_size)^lr_power: 1 is linear scaling (Goyal et al. 2017), 0.5 goes with the gradient's noise."""
+        power = self._config.lr_power if isinstance(self._config, SelectConfig) else 0.0
+        return (self._batch_for(visits) / (self.batch_size * self.world)) ** power
+
+    def __len__(self) -> int:
+        """Batches of the window in progress, or of the next one."""
+        if self._open and self._shard is not None:
+            return len(self._shard)
+        window = min(self.epoch, (self.epochs or 1) - 1)
+        if isinstance(self._config, Trace):
+            return self._replayed_steps(window)
+        budgets = self._budgets(window)
+        return self._steps(budgets[0] if budgets else self.n)
+
+    @property
+    def ledger(self) -> Ledger:
+        """What is known of every sample, up to date; with several ranks, as of the last window's end."""
+        if self._group is None:
+            self._flush()
+        return self._ledger
