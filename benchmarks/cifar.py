@@ -331,3 +331,31 @@ def _losses_of(model: nn.Module, scale: float, x: np.ndarray, labels: np.ndarray
 def _pixels(device: str) -> tuple[Tensor, Tensor]:
     mean, std = (torch.tensor(v, device=device).view(1, 3, 1, 1) * 255 for v in (MEAN, STD))
     return mean, std
+
+
+def pack_trace(folder: str, file: str) -> None:
+    """The plans of a trace in one small file: ids and importance, which is what storage and caches need."""
+    trace = salience.Trace(folder)
+    plans = [trace.read(window) for window in range(len(trace))]
+    np.savez_compressed(
+        file, population=plans[0].population, batch_size=plans[0].batch_size, sizes=[len(plan) for plan in plans],
+        ids=np.concatenate([plan.ids for plan in plans]).astype(np.uint32 if plans[0].population > 65_536 else np.uint16),
+        importance=np.concatenate([plan.importance for plan in plans]).astype(np.float16),
+    )  # fmt: skip
+
+
+def unpack_trace(file: str, folder: str) -> salience.Trace:
+    """A trace to replay (`select=Trace(folder)`) from what `pack_trace` wrote; weights are 1, as in `default`."""
+    trace = salience.Trace(folder)
+    with np.load(file) as packed:
+        start = 0
+        for window, size in enumerate(packed["sizes"].tolist()):
+            ids, importance = (packed[name][start : start + size] for name in ("ids", "importance"))
+            start += size
+            plan = salience.Plan(
+                window=window, population=int(packed["population"]), batch_size=int(packed["batch_size"]),
+                ids=ids.astype(np.int64), weights=np.ones(size, np.float32), importance=importance.astype(np.float32),
+                level=np.zeros(size, np.uint8),
+            )  # fmt: skip
+            trace.write(plan)
+    return trace

@@ -1,9 +1,10 @@
 """What does salience cost when it saves nothing?
 
 Baseline: the plain DataLoader, same items (0.2 ms of work each), same order, in turns within one process; plain against plain
-beside it, to show what the machine's noise alone does to the ratio. Then the parts alone: planning 1.28 M samples
-with `default` (100 M with --full) and with three scores and two filters at 20% wrong labels, recording a batch of 1024 (flush included), bytes a sample. And gradient norms of an attached
-model: a training step with them over a plain one, in turns, for "auto" and "all" layers.
+beside it, to show what the machine's noise alone does to the ratio. Then the parts alone: planning 1.28 M samples with
+`default` (100 M with --full) and with three scores and two filters where a fifth of the labels is wrong, recording a batch
+of 1024 (flush included), bytes a sample. And gradient norms of an attached model: a training step with them over a plain
+one, in turns, for "auto" and "all" layers.
 
 Embarrassing would be: loader_ratio over 1.02, plan_ms_1_28m over 150, plan_full_ms_1_28m over 400, plan_s_100m over 15,
 record_us_1024 over 100, record_logits_us_1024 over 400, more than 64 bytes a sample, ghost_ratio over 1.15 for either model.
