@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy.typing as npt
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from salience.batches import Orders, TagCollate, Tagged, Tagging, integer_targets
@@ -19,6 +20,7 @@ from salience.run import Run, Select
 from salience.seeds import WORKERS, torch_seed
 from salience.select.reference import Opinion
 from salience.select.steering import Paths
+from salience.signals.scorer import Scorer
 
 _INSTEAD = {
     "shuffle": "the plan sets the order; in observe mode it is a plain shuffle",
@@ -85,6 +87,10 @@ class Loader(Run):
             generator=self._worker_generator,
             **dataloader,
         )
+
+    def _make_scorer(self, model: nn.Module, device: torch.device | str) -> Scorer:
+        inner = self._inner
+        return Scorer(model, inner.dataset, inner.collate_fn, n=self.n, batch_size=self.batch_size, device=device)
 
     @property
     def num_workers(self) -> int:

@@ -95,9 +95,10 @@ def test_an_empty_folder_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["rho", "proxy", "fine_pruning"])
-def test_a_rule_without_its_signal_names_the_argument_at_construction(name):
-    with pytest.raises(ConfigError, match="pass reference="):
-        salience.Selector(10, epochs=3, select=name)
+def test_a_rule_without_its_signal_names_both_ways_out_at_the_first_step(name):
+    selector = salience.Selector(10, epochs=3, select=name)
+    with pytest.raises(ConfigError, match=r"pass reference=.*loader\.attach\(model, proxy="):
+        next(iter(selector))
 
 
 def test_a_plug_in_without_a_card_is_told_too():

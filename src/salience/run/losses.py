@@ -72,6 +72,8 @@ class Losses(Watching):
             self._recorder.trained(batch.ids, kept, window=batch.window)
         weights = None if self._plain_weights else self._weights_of(batch, losses.device)
         self.watch.add("record", time.perf_counter() - begin)
+        if self._proxy is not None:
+            self._train_proxy(self._proxy, batch, kept, targets)
         if weights is not None and kept is not None:
             weights = weights[kept.to(weights.device)]
         share = count

@@ -29,7 +29,7 @@ class Run(Windows):
         self._flush()
         config = self._config if isinstance(self._config, SelectConfig) else preset("default")
         windows = self.epochs or max(10, self.epoch)
-        return summarise(self._ledger, config, windows=windows, seed=self.seed, reference=self._reference)
+        return summarise(self._ledger, config, windows=windows, seed=self.seed, reference=self._opinion())
 
     def report(self) -> str:
         """The summary as text, also written to the event log, as are the findings behind it."""
@@ -51,6 +51,8 @@ class Run(Windows):
             "seed": self.seed,
             "select": self._describe(),
             "reference": checksum(self._reference),
+            "proxy": self._proxy_state if self._proxy is None else self._proxy.state_dict(),
+            "background": self._scorer is not None,  # then what is learnt by a window's edge depends on timing
             "steering": None if self._steering is None else self._steering.state_dict(),
             "noise": self._noise,
             "copies": None if self._copies is None else _tensors(self._copies.state_dict()),
@@ -98,6 +100,7 @@ class Run(Windows):
         if self._steering is not None:
             self._steering.load_state_dict(state["steering"])
         self._noise = float(state.get("noise", 0.0))
+        self._resume_proxy(state.get("proxy"))
         if self._copies is not None and state.get("copies") is not None:
             self._copies.load_state_dict(_arrays(state["copies"]))
             if self._recorder.embeddings is not None:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from salience.errors import ConfigError, PluginError
+from salience.errors import ConfigError, Misattributed, PluginError
 from salience.ledger.copies import Copies
 from salience.ledger.embeddings import Embeddings
-from salience.run.base import Base
+from salience.ledger.statistics import LOGIT_ROWS, finish
+from salience.run.base import Base, Batch
 from salience.select import Clock
 from salience.select.redundancy import CopySearch, redundancy
+from salience.select.reference import reference_of
 from salience.select.steering import NOTCHES, Paths, Steering, read_histories
+from salience.select.view import Reference
 from salience.signals import Attached
 from salience.signals.features import WIDTH
 from salience.signals.ghost import Extent
+from salience.signals.proxy import Proxy
+from salience.signals.scorer import Scorer, stalest
 
 
 class Watching(Base):
@@ -23,9 +32,23 @@ class Watching(Base):
 
     _attached: Attached | None
     _steering: Steering | None
+    _reference: Reference | None
+    """As it was given."""
+    _proxy: Proxy | None
+    _proxy_state: Mapping[str, Any] | None
+    """Of a resumed run whose proxy was not attached yet."""
+    _scorer: Scorer | None
 
     def attach(
-        self, model: nn.Module, *, grad_norm: Extent | None = None, every: int = 1, features: bool = False
+        self,
+        model: nn.Module,
+        *,
+        grad_norm: Extent | None = None,
+        every: int = 1,
+        features: bool = False,
+        proxy: nn.Module | None = None,
+        proxy_optimizer: torch.optim.Optimizer | None = None,
+        background: torch.device | str | bool = False,
     ) -> None:
         """Enable scores that need the model, by hooks on its layers; once more after a resume, since no state has them.
 
@@ -35,7 +58,18 @@ class Watching(Base):
         neither is judged by its output's gradient. Other layers (norms, embeddings, packed attention weights) are not
         in it; the `signals` event names them. `every` = k makes norms in one of k steps. `features` keeps what the last
         Linear was given.
+
+        `proxy` is a small model that `loss(losses, logits, targets)` trains on the same inputs (the first tensor `model` is
+        given) and targets, by `proxy_optimizer` (else SGD, learning rate 0.01, momentum 0.9); where no `reference=` was
+        given, its losses are it. `background` (True, or a device instead of the CPU) scores samples that are not picked in a
+        process beside the training, so that what is known of them does not age.
         """
+        if self.world > 1 and (proxy is not None or background):
+            raise ConfigError(
+                f"attach: proxy= and background= work in one process, and this run has {self.world} ranks; leave them out."
+            )
+        if proxy is None and proxy_optimizer is not None:
+            raise ConfigError("attach: proxy_optimizer= came without proxy=, the model it trains.")
         needed: set[str] = set()
         if self._pipeline is not None:
             needed = {need for _, need in self._pipeline.needs()}
@@ -46,6 +80,16 @@ class Watching(Base):
             every=every,
             features=features or self._copies is not None,
         )
+        if proxy is not None:
+            self._proxy = Proxy(model, proxy, proxy_optimizer, self.n)
+            self._resume_proxy(self._proxy_state)
+        if background is not False:
+            try:
+                self._scorer = self._make_scorer(model, "cpu" if background is True else background)
+            except ConfigError:
+                raise
+            except Exception as cause:
+                self._drop_scorer(f"could not be started: {type(cause).__name__}: {cause}", cause)
         if features and self._copies is None and self._pipeline is None:
             self._copies = CopySearch(self.n)  # observing: near-copies are found for the report
         if self._copies is not None and self.rank == 0:
@@ -53,8 +97,12 @@ class Watching(Base):
             self._recorder.embeddings = self._copies.embeddings if self._copies.embeddings.width == WIDTH else None
 
     def detach(self) -> None:
-        """Take the hooks of `attach` off the model again."""
+        """Take the hooks of `attach` off the model again, and let go of the proxy and the background scorer."""
         self._take_signals()
+        self._close_scorer()
+        proxy, self._proxy = self._proxy, None
+        if proxy is not None:
+            proxy.close()
         attached, self._attached = self._attached, None
         if attached is not None:
             attached.detach()
@@ -84,9 +132,92 @@ class Watching(Base):
         self._take_signals()
         with self.watch("flush"):
             self._recorder.flush()
+            if self._proxy is not None:
+                self._proxy.enter()
         bad, self._recorder.bad = self._recorder.bad, 0
         if bad:
             self._warn(f"{bad} losses were NaN or infinite (window {self.epoch}); they were counted and not stored.")
+
+    def _train_proxy(self, proxy: Proxy, batch: Batch, kept: Tensor | None, targets: Tensor | None) -> None:
+        """One step of the proxy; where it fails it is off, and its losses stay as they are."""
+        if not proxy.close.alive:
+            return
+        if targets is None:
+            raise ConfigError(
+                "The proxy needs integer targets, one class a sample: call loader.loss(losses, logits, targets)."
+            )
+        try:
+            with self.watch("proxy"):
+                trained = proxy.train(targets, batch.ids, kept)
+        except Exception as cause:
+            proxy.close()
+            text = f"The proxy failed and is off: {type(cause).__name__}: {cause}"
+            if self._strict:
+                raise PluginError(text) from cause
+            self._warn(text)
+            return
+        if not trained:
+            self._warn_once(
+                "The proxy has no input: the attached model did not run, with the batch as the first axis of its first "
+                "tensor, between the batch's delivery and loss(). Attach the model that makes the losses."
+            )
+
+    def _resume_proxy(self, state: Mapping[str, Any] | None) -> None:
+        """Load the proxy's state, now or when it is attached."""
+        self._proxy_state = state
+        if state is not None and self._proxy is not None:
+            self._proxy.load_state_dict(state)
+            self._proxy_state = None
+
+    def _opinion(self) -> Reference | None:
+        """What another model thinks of the samples: the reference that was given, else the proxy's losses so far."""
+        if self._reference is not None or self._proxy is None:
+            return self._reference
+        losses = self._proxy.losses.copy()
+        return Reference(loss=losses, hardness=losses) if np.isnan(losses).all() else reference_of(losses, self.n)
+
+    def _make_scorer(self, model: nn.Module, device: torch.device | str) -> Scorer:
+        raise ConfigError("attach: background= needs the data set, which only salience.Loader has; leave it out.")
+
+    def _take_scores(self) -> None:
+        """Enter what the background scorer has found by now: seen, not trained."""
+        if self._scorer is None:
+            return
+        try:
+            with self.watch("scorer"):
+                ids, values, window = self._scorer.take()
+                waited = self._ledger.last_seen[ids] < window
+                ids, rows = ids[waited], finish(dict(zip(LOGIT_ROWS, values[:, waited], strict=True)))
+                self._ledger.check_labels(ids, rows["target"].astype(np.int32))
+                if not (self._ledger.guess >= 0).any():  # loss() is given no logits: then scores go by the loss
+                    rows = {"loss": rows["loss"]}
+                self._recorder.bad += self._ledger.record(ids, rows, window=window, trained=False, unique=True)
+        except (PluginError, Misattributed) as cause:
+            self._drop_scorer(f"was lost: {cause}", cause)
+        else:
+            self.events.emit("scored", window=window, samples=len(ids))
+
+    def _ask_scores(self, picked: npt.NDArray[np.int64]) -> None:
+        """Have the stalest of the samples this window does not visit scored, with the weights as they are now."""
+        if self._scorer is None:
+            return
+        try:
+            with self.watch("scorer"):
+                self._scorer.ask(stalest(picked, self._ledger.last_seen), window=self.epoch)
+        except PluginError as cause:
+            self._drop_scorer(f"was lost: {cause}", cause)
+
+    def _drop_scorer(self, why: str, cause: Exception) -> None:
+        self._close_scorer()
+        text = f"The background scorer {why}. Training goes on without it."
+        if self._strict:
+            raise PluginError(text) from cause
+        self._warn(text)
+
+    def _close_scorer(self) -> None:
+        scorer, self._scorer = self._scorer, None
+        if scorer is not None:
+            scorer.close()
 
     def _make_search(self, embeddings: npt.ArrayLike | None) -> CopySearch | None:
         """A search for copies, where a filter asks for it or, when only observing, vectors are given."""

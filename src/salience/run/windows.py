@@ -30,6 +30,8 @@ from salience.select.pick import RecentLosses
 from salience.select.reference import Opinion, reference_of
 from salience.select.steering import Paths, Steering
 from salience.signals import Attached
+from salience.signals.proxy import Proxy
+from salience.signals.scorer import Scorer
 from salience.watch import Stopwatch
 
 Select = str | SelectConfig | Mapping[str, Any] | Trace | None
@@ -135,6 +137,9 @@ class Windows(Losses):
         self._checked_needs = False
         self._strict = strict
         self._attached: Attached | None = None
+        self._proxy: Proxy | None = None
+        self._proxy_state: Mapping[str, Any] | None = None
+        self._scorer: Scorer | None = None
         self._warned: set[str] = set()
         self._opened_at = 0.0
         self._emit_run()
@@ -158,6 +163,8 @@ class Windows(Losses):
 
     def _open_window(self, *, draws_worker_seed: bool = True) -> Shard:
         """Make (or, after a resume, take up) the plan of the next window."""
+        if self._proxy_state is not None:
+            raise StateError("The state has a proxy; call loader.attach(model, proxy=...) with it before going on.")
         self._opened_at = time.perf_counter()
         self._started = True
         if self._resumed and self._shard is not None:
@@ -166,6 +173,7 @@ class Windows(Losses):
         if self._open:  # the last window was broken off
             self._close_window(finished=False)
         self._flush()
+        self._take_scores()
         self._steer()
         self._look_for_copies()
         with self.watch("plan"):
@@ -177,6 +185,7 @@ class Windows(Losses):
         self._emit_plan(plan)
         if self._trace is not None and self.rank == 0:
             self._trace.write(plan)
+        self._ask_scores(plan.ids)
         assert self._shard is not None
         return self._shard
 
@@ -184,6 +193,7 @@ class Windows(Losses):
         size = self.batch_size * self.world
         if self._pipeline is not None:
             assert self.epochs is not None
+            self._pipeline.reference = self._opinion()
             plan = self._pipeline.plan(
                 self._ledger, window=self.epoch, windows=self.epochs, batch_size=size, seed=self.seed,
                 drop_last=self.drop_last, steered=self._steered, noise=self._noise,
@@ -230,6 +240,8 @@ class Windows(Losses):
         self._take_signals()
         if self._attached is not None:
             self._attached.deliver(number)
+        if self._proxy is not None:
+            self._proxy.deliver()
 
     def _close_window(self, *, finished: bool = True) -> None:
         assert self._shard is not None
@@ -246,6 +258,8 @@ class Windows(Losses):
         self._delivered = set()
         self._span = (self._span[1], self._span[1])
         self.epoch += 1
+        if finished and self.epoch == self.epochs:
+            self._close_scorer()
         if finished and self.epoch == self.epochs and self._group is None:  # several ranks tell it in report()
             self._emit_findings()
 

@@ -70,6 +70,7 @@ class Pipeline:
     ) -> None:
         self.config = config
         self.reference = reference
+        """What another model thinks of the samples; it may come later, but before the first plan."""
         self.filters = [_part("filters", u) for u in config.filters]
         self.scores = [_part("scores", u) for u in config.scores]
         self.sampler = _part("samplers", config.sampler)
@@ -78,9 +79,6 @@ class Pipeline:
         """Plug-ins that failed, by "kind/name"; they are not called again."""
         self._strict = strict
         self._warn: Warn = warn or (lambda text: None)
-        for part in (*self.filters, *self.scores, self.sampler):
-            if "reference" in part.card.needs and reference is None:
-                raise ConfigError(f"{part.kind[:-1]} {part.name!r} needs {NO_REFERENCE}.")
         self.keep(Clock(window=0, windows=1))  # a wrong share is said now, not in mid-run
 
     def needs(self) -> list[tuple[Part, str]]:
@@ -120,6 +118,9 @@ class Pipeline:
 
         `noise` is that of the plan before (`Plan.noise`), `copies` what is known of near-copies.
         """
+        for part in (*self.filters, *self.scores, self.sampler):
+            if "reference" in part.card.needs and self.reference is None:
+                raise ConfigError(f"{part.kind[:-1]} {part.name!r} needs {NO_REFERENCE}.")
         clock = Clock(window=window, windows=windows, steered=steered, noise=noise)
         clock = replace(clock, keep=self.keep(clock))
         view = View(ledger, clock, self.reference, copies)

@@ -50,7 +50,8 @@ class Reference:
 
 NO_REFERENCE = (
     "what another model thinks of every sample: pass reference= (a Ledger, its file, the folder of a run, "
-    "an array of losses, or a list of them)"
+    "an array of losses, or a list of them), or train a small one alongside: loader.attach(model, proxy=small_model) "
+    "before the first step"
 )
 
 

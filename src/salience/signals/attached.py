@@ -184,8 +184,8 @@ class Attached:
         step = self._step
         if step is None or not torch.is_grad_enabled():
             return
-        output = _first_tensor(gave)
-        source = output if self._whole else _first_tensor(given)
+        output = first_tensor(gave)
+        source = output if self._whole else first_tensor(given)
         if output is None or source is None:
             return
         source = source.detach()
@@ -292,7 +292,7 @@ def _of_output(gradient: Tensor) -> Tensor:
     return torch.linalg.vecdot(rows, rows)
 
 
-def _first_tensor(output: Any) -> Tensor | None:
+def first_tensor(output: Any) -> Tensor | None:
     """A tensor, or the first one in a tuple, list or dictionary."""
     if isinstance(output, Tensor):
         return output

@@ -1,0 +1,145 @@
+"""The byte index: where every sample's bytes lie, in shards or as objects of their own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from salience.errors import DataError
+from salience.ledger.files import read_npz, write_npz
+
+FORMAT = "salience-index-1"
+FILE = "index.npz"
+"""Name of the index beside its shards."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Names:
+    """N names as two arrays instead of N objects, so that a million of them open at once and workers share them."""
+
+    joined: npt.NDArray[np.uint8]
+    """All names one after the other, UTF-8."""
+    ends: npt.NDArray[np.int64]
+    """int64 [N + 1]: name i is joined[ends[i] : ends[i + 1]]."""
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> Names:
+        parts = [name.encode("utf-8", "surrogateescape") for name in names]
+        ends = np.zeros(len(parts) + 1, dtype=np.int64)
+        np.cumsum([len(part) for part in parts], out=ends[1:])
+        return cls(joined=np.frombuffer(b"".join(parts), dtype=np.uint8), ends=ends)
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __getitem__(self, i: int) -> str:
+        return self.joined[self.ends[i] : self.ends[i + 1]].tobytes().decode("utf-8", "surrogateescape")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Index:
+    """N samples: sample i is `size[i]` bytes at `offset[i]` of the object `path(i)`."""
+
+    names: Names
+    """The sample's name in its shard, or the path of its own object."""
+    shards: tuple[str, ...]
+    """Paths of the shards below the source; empty where every sample is an object of its own."""
+    shard_sizes: npt.NDArray[np.int64]
+    """Bytes of each shard when the index was made, int64 [S]: another size means another shard."""
+    shard: npt.NDArray[np.int32]
+    """int32 [N]; -1 where the sample is an object of its own."""
+    offset: npt.NDArray[np.int64]
+    size: npt.NDArray[np.int64]
+    check: npt.NDArray[np.uint64]
+    """xxh3_64 of the sample's bytes, uint64 [N]; 0 = not known."""
+    label: npt.NDArray[np.int32]
+    """Index into `classes`, int32 [N]; -1 = not known."""
+    classes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.shard)
+
+    def path(self, i: int) -> str:
+        """The object that holds sample i, below the source."""
+        shard = int(self.shard[i])
+        return self.names[i] if shard < 0 else self.shards[shard]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all samples."""
+        return int(self.size.sum())
+
+    def save(self, path: str | Path) -> None:
+        """The file appears whole or not at all."""
+        shards, classes = Names.of(self.shards), Names.of(self.classes)
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "format": np.array(FORMAT),
+            "names": self.names.joined, "name_ends": self.names.ends,
+            "shards": shards.joined, "shard_ends": shards.ends, "shard_sizes": self.shard_sizes,
+            "classes": classes.joined, "class_ends": classes.ends,
+            "shard": self.shard, "offset": self.offset, "size": self.size, "check": self.check, "label": self.label,
+        }  # fmt: skip
+        write_npz(path, arrays)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Index:
+        a = read_npz(path, FORMAT, "byte index")
+        index = cls(
+            names=Names(joined=a["names"], ends=a["name_ends"]),
+            shards=tuple(_all(Names(joined=a["shards"], ends=a["shard_ends"]))),
+            shard_sizes=a["shard_sizes"], shard=a["shard"], offset=a["offset"], size=a["size"], check=a["check"],
+            label=a["label"], classes=tuple(_all(Names(joined=a["classes"], ends=a["class_ends"]))),
+        )  # fmt: skip
+        index.validate(str(path))
+        return index
+
+    def validate(self, where: str) -> None:
+        """Refuse an index that points outside its shards or whose parts do not fit each other."""
+        n = len(self.shard)
+        arrays = (self.offset, self.size, self.check, self.label)
+        if any(array.shape != (n,) for array in arrays) or len(self.names) != n:
+            raise DataError(
+                f"{where} is not a whole index: its columns differ in length; make it again with `salience pack`."
+            )
+        if len(self.shard_sizes) != len(self.shards) or (n and int(self.shard.max()) >= len(self.shards)):
+            raise DataError(f"{where} names shards it does not list; make it again with `salience pack --index-only`.")
+        for path in self.shards:
+            check_path(path, where)
+        if not n:
+            return
+        if int(self.offset.min()) < 0 or int(self.size.min()) < 0:
+            raise DataError(f"{where} has negative offsets or sizes; make it again with `salience pack --index-only`.")
+        inside = self.shard >= 0
+        over = (self.offset + self.size)[inside] > self.shard_sizes[self.shard[inside]]
+        if over.any():
+            raise DataError(f"{where}: {int(over.sum())} samples end behind their shard; it belongs to other shards.")
+        if self.label.max() >= len(self.classes):
+            raise DataError(f"{where} has labels of classes it does not list; make it again with `salience pack`.")
+
+
+def check_path(path: str, where: str) -> str:
+    """A path that stays below its source, or an error."""
+    parts = path.replace("\\", "/").split("/")
+    if not path or path.startswith("/") or os.path.isabs(path) or ".." in parts or "\0" in path:
+        raise DataError(f"{where} holds the name {path!r}, which leads outside; names must stay below their source.")
+    return path
+
+
+def classes_of(paths: Sequence[str]) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
+    """Class names and labels from the directory each path is in; no classes where not all of them are in one."""
+    folders = [path.rsplit("/", 1)[0].rsplit("/", 1)[-1] if "/" in path else "" for path in paths]
+    if not all(folders):
+        return (), np.full(len(paths), -1, dtype=np.int32)
+    classes = tuple(sorted(set(folders)))
+    number = {name: k for k, name in enumerate(classes)}
+    return classes, np.fromiter((number[folder] for folder in folders), dtype=np.int32, count=len(paths))
+
+
+def _all(names: Names) -> list[str]:
+    return [names[i] for i in range(len(names))]

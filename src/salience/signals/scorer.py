@@ -1,0 +1,234 @@
+"""A background scorer: one process of low priority that runs a snapshot of the model over samples nobody visits.
+
+    the run, at a window's start                      the scorer
+    take()   the scores finished since then      <-   values[:, :done]
+    ask(ids) weights and ids into shared memory  ->   copies them, counts `taken` up, scores batch by batch
+
+Nobody waits and nobody locks. The run writes weights and ids only while the scorer has taken what it was asked before,
+and the scorer reads them only until it has; the pipe carries a few bytes a window, and its end tells each that the other is
+gone. What is unfinished when the next question comes is given up.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import multiprocessing
+import os
+import signal
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.multiprocessing  # teaches pickle to pass tensors on as shared memory
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from salience.batches import Order, integer_targets
+from salience.errors import DataError, PluginError
+from salience.ledger.statistics import LOGIT_ROWS, reduce_batch
+
+Ids = npt.NDArray[np.int64]
+
+SHARE = 0.25
+"""Of the samples not picked in a window, scored in it at the most: the refresh set."""
+PATIENCE = 300.0
+"""Seconds without a single score after which the scorer is given up."""
+_NAME = "salience-scorer"
+
+
+def stalest(picked: Ids, last_seen: npt.NDArray[np.int32], *, share: float = SHARE) -> Ids:
+    """The `share` of the samples that are not `picked` which nobody has looked at for longest, longest first, int64."""
+    rest = np.ones(len(last_seen), dtype=bool)
+    rest[picked] = False
+    ids = np.flatnonzero(rest)
+    # 16 bits, since NumPy sorts those by radix, many times faster.
+    waited = np.argsort(np.minimum(last_seen[ids] + 1, 65535).astype(np.uint16), kind="stable")
+    return ids[waited[: math.ceil(share * len(ids))]]
+
+
+@torch.no_grad()
+def score(model: nn.Module, batch: Any, count: int, device: torch.device) -> Tensor:
+    """The rows of `reduce_batch` for a collated batch (inputs, integer targets): cross-entropy and logits, [9, count]."""
+    targets = integer_targets(batch, count)
+    if targets is None or not isinstance(batch, (tuple, list)):
+        raise DataError("the background scorer needs batches (inputs, ..., targets) with one integer class a sample")
+    inputs: Any = batch[0]
+    targets = targets.to(device)
+    logits = model(inputs.to(device)).float()
+    return reduce_batch(F.cross_entropy(logits, targets, reduction="none"), logits, targets)[1].cpu()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Board:
+    """What both processes see, in shared memory: four blocks, whatever the size of the model."""
+
+    weights: Tensor
+    """Parameters and buffers one after the other, uint8."""
+    ids: Tensor
+    """Asked for, int64 [most]."""
+    values: Tensor
+    """Scores of the first `done` of them, float32 [9, most]."""
+    counts: Tensor
+    """Questions taken and samples done, int64 [2]; only the scorer writes it."""
+
+    @classmethod
+    def make(cls, tensors: Sequence[Tensor], most: int) -> _Board:
+        return cls(
+            torch.zeros(max(1, sum(map(_room, tensors))), dtype=torch.uint8).share_memory_(),
+            torch.zeros(most, dtype=torch.int64).share_memory_(),
+            torch.zeros(len(LOGIT_ROWS), most).share_memory_(),
+            torch.zeros(2, dtype=torch.int64).share_memory_(),
+        )
+
+    def places(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Where the values of each of `tensors` stand in `weights`."""
+        found: list[Tensor] = []
+        start = 0
+        for tensor in tensors:
+            part = self.weights[start : start + tensor.numel() * tensor.element_size()]
+            found.append(part.view(tensor.dtype).view(tensor.shape))
+            start += _room(tensor)
+        return found
+
+
+class Scorer:
+    """The process, seen from the run. Every failure is a PluginError of `take` or `ask`; then `close` it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Any,
+        collate: Any,
+        *,
+        n: int,
+        batch_size: int,
+        device: torch.device | str = "cpu",
+        patience: float = PATIENCE,
+    ) -> None:
+        """`data` gives the samples of an Order at once, `collate` makes a Tagged of them (`salience.batches`)."""
+        if multiprocessing.current_process().name == _NAME:  # a script that starts training again when it is imported
+            raise SystemExit(1)
+        self._tensors = _tensors(model)
+        self._board = _Board.make(self._tensors, math.ceil(SHARE * n))
+        self._places = self._board.places(self._tensors)
+        self._asked = 0
+        self._ids: Ids = np.empty(0, dtype=np.int64)
+        self._window = self._brought = 0
+        self._patience, self._heard = patience, time.monotonic()
+        copied = io.BytesIO()
+        torch.save(model, copied)
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        arguments = theirs, copied.getvalue(), data, collate, self._board, batch_size, torch.device(device)
+        self.process = context.Process(target=_work, args=arguments, name=_NAME, daemon=True)
+        try:
+            self.process.start()
+        except BaseException:
+            self._pipe.close()
+            raise
+        finally:
+            theirs.close()
+        self.close = weakref.finalize(self, _stop, self.process, self._pipe)
+        """End the process; nothing of it is left."""
+
+    @property
+    def done(self) -> int:
+        """How many of the samples last asked for are scored so far."""
+        taken, done = self._board.counts.tolist()
+        return done if taken == self._asked else 0
+
+    def take(self) -> tuple[Ids, npt.NDArray[np.float32], int]:
+        """Ids, their rows [9, m] and the window at whose start they were asked for: what is there, however little."""
+        if self._pipe.poll():
+            raise PluginError(self._last_words())
+        done = self.done
+        if done or not len(self._ids):
+            self._heard = time.monotonic()
+        elif time.monotonic() - self._heard > self._patience:
+            raise PluginError(f"it scored nothing in {self._patience:g} seconds")
+        new, self._brought = slice(self._brought, done), done
+        return self._ids[new], self._board.values[:, new].numpy().copy(), self._window
+
+    def ask(self, ids: Ids, *, window: int) -> None:
+        """Score these with the weights as they are now; nothing happens where it is still busy taking the last question."""
+        if int(self._board.counts[0]) != self._asked or not len(ids):
+            return
+        with torch.no_grad():
+            for place, tensor in zip(self._places, self._tensors, strict=True):
+                place.copy_(tensor)
+        self._board.ids[: len(ids)] = torch.from_numpy(ids)
+        self._ids, self._window, self._brought = ids, window, 0
+        self._asked += 1
+        try:
+            self._pipe.send_bytes(len(ids).to_bytes(8))
+        except OSError as cause:
+            raise PluginError(self._last_words()) from cause
+
+    def _last_words(self) -> str:
+        try:
+            return self._pipe.recv_bytes().decode()
+        except (EOFError, OSError):
+            self.process.join(1)  # its pipe is closed: it is gone, or about to be
+            guard = ": a script that starts processes trains under `if __name__ == '__main__':`"
+            return f"its process ended with code {self.process.exitcode}{guard if self.process.exitcode == 1 else ''}"
+
+
+def _work(
+    pipe: Connection, copied: bytes, data: Any, collate: Any, board: _Board, batch_size: int, device: torch.device
+) -> None:
+    """The process: one thread, lowest priority; it ends when the pipe does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends this
+    os.nice(19)
+    torch.set_num_threads(1)
+    try:
+        # Pickled by our own parent a moment ago.
+        model: nn.Module = torch.load(io.BytesIO(copied), map_location=device, weights_only=False).eval()
+        tensors = _tensors(model)
+        places = board.places(tensors)
+        while True:
+            count = int.from_bytes(pipe.recv_bytes())
+            board.counts[1] = 0
+            with torch.no_grad():
+                for tensor, place in zip(tensors, places, strict=True):
+                    tensor.copy_(place)
+            ids = board.ids[:count].numpy().copy()
+            board.counts[0] += 1
+            for start in range(0, count, batch_size):
+                if pipe.poll():
+                    break
+                order = Order(0, ids[start : start + batch_size])
+                end = start + len(order.ids)
+                board.values[:, start:end] = score(
+                    model, collate(data.__getitems__(order)).batch, len(order.ids), device
+                )
+                board.counts[1] = end
+    except (EOFError, ConnectionError):
+        pass
+    except Exception as error:
+        pipe.send_bytes(f"{type(error).__name__}: {error}"[:500].encode())
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _room(tensor: Tensor) -> int:
+    """Bytes, up to the next 16, where the next tensor of any type may begin."""
+    return -(-tensor.numel() * tensor.element_size() // 16) * 16
+
+
+def _stop(process: Any, pipe: Connection) -> None:
+    pipe.close()
+    process.terminate()
+    process.join(5)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    process.close()
