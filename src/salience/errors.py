@@ -4,6 +4,7 @@
     ├── ConfigError       (ValueError)    an option is wrong: unknown name, value out of range
     ├── DataError         (ValueError)    the data set or a file in it cannot be used
     │   └── BrokenSample                  one sample cannot be read or decoded
+    ├── StoreError        (OSError)       a store cannot be reached, or refuses
     ├── LossError         (ValueError)    what was handed to loss() or pick() does not fit the batch
     │   └── Misattributed                 the losses belong to another batch than the one delivered last
     ├── StateError        (RuntimeError)  a checkpoint, ledger or trace does not fit this run
@@ -34,6 +35,10 @@ class DataError(SalienceError, ValueError):
 
 class BrokenSample(DataError):
     """One sample cannot be read or decoded."""
+
+
+class StoreError(SalienceError, OSError):
+    """A store cannot be reached, or refuses; what it holds may be all right."""
 
 
 class LossError(SalienceError, ValueError):

@@ -9,6 +9,7 @@ fields depend on the kind:
     window     window, seconds, overhead, losses, ...     at each window's end
     evaluated  metric, progress                           whenever the user reports a validation result
     steered    from, to, metric, mean, spread, reason     when keep = "auto" moved the share that is kept
+    copies     samples, groups                           when copies were looked for
     findings   suspects, hard, copies, noise_rate, ...    after the last window, and when a report was asked for
     observed   summary                                    when a report was asked for
     warning    text, ...                                  a plug-in disabled, losses that are not finite, ...

@@ -94,7 +94,7 @@ class Training:
             decayed(self.model, config.weight_decay), lr=rate, momentum=MOMENTUM, nesterov=True
         )
         self.loader = self._make_loader(fresh=saved is None)
-        self.loader.attach(self.model)
+        self.loader.attach(self.model, features=not config.select)
         self.test = DataLoader(
             data.test, batch_size=config.batch_size, generator=torch.Generator(), **self._workers(persistent=True)
         )

@@ -256,3 +256,46 @@ def test_byte_copies_come_with_the_batches_at_no_extra_read(workers, part):
     n = len(data)
     assert sizes == [n, *[n - n // 3 + 1] * 3]
     assert loader.copies.similarity.max() == 1
+
+
+def test_byte_copies_survive_a_resume_between_two_windows():
+    def run(epochs: int, state: dict | None = None) -> tuple[list[int], dict]:
+        loader = salience.Loader(Files(), 8, epochs=4, select=ONCE)
+        if state is not None:
+            loader.load_state_dict(state)
+        sizes: list[int] = []
+        while loader.epoch < epochs:
+            for x, y in loader:
+                loader.loss(x.sum(1), targets=y)
+            sizes.append(len(loader.plan))
+        return sizes, loader.state_dict()
+
+    whole, _ = run(4)
+    first, state = run(1)
+    assert first + run(4, state)[0] == whole
+
+
+def test_a_feature_that_is_not_finite_is_left_out():
+    kept = Embeddings(4, 3)
+    kept.record(np.arange(4), np.array([[1, 2, 3]] * 3 + [[np.inf, 0, 0]], dtype=np.float32))
+    assert kept.visits.tolist() == [1, 1, 1, 0]
+    assert np.isfinite(kept.scatter).all()
+
+
+def test_a_group_that_fills_its_own_surroundings_is_found():
+    x, _ = clouds(400, 0)
+    same = np.concatenate((x, np.repeat(x[:1], 30, axis=0)))
+    group = near_copies(Embeddings.given(same, len(same)), np.zeros(len(same), dtype=np.int32)).group
+    assert len(set(group[400:])) == 1
+    assert group[0] == group[400]
+
+
+def test_other_embeddings_are_refused_on_resume():
+    x, _ = clouds()
+    state = salience.Selector(len(x), epochs=3, select=ONCE, embeddings=x).state_dict()
+    with pytest.raises(salience.StateError, match="embeddings"):
+        salience.Selector(len(x), epochs=3, select=ONCE, embeddings=x + 1).load_state_dict(state)
+
+
+def test_steps_are_not_promised_where_copies_may_be_left_out():
+    assert salience.Selector(20, epochs=3, select=ONCE).total_steps is None

@@ -51,7 +51,10 @@ class Embeddings:
         return float(self.visits.mean())
 
     def record(self, ids: npt.NDArray[np.int64], vectors: Vectors) -> None:
-        """One visit of each of `ids`, vectors float32 [B, width]:  m += (v - m) / k."""
+        """One visit of each of `ids`, vectors float32 [B, width]:  m += (v - m) / k. What is not finite is left out."""
+        whole = np.isfinite(vectors).all(axis=1)
+        if not whole.all():
+            ids, vectors = ids[whole], vectors[whole]
         seen = self.visits[ids].astype(np.float32)[:, None]
         old = torch.from_numpy(self.mean[ids]).float().numpy()
         step = vectors - old

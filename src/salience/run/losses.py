@@ -64,6 +64,10 @@ class Losses(Watching):
             if features is not None and len(features) in (len(batch.ids), count):
                 of = kept if len(features) < len(batch.ids) else None
                 self._recorder.features(batch.ids, features, of, window=batch.window)
+            elif self._recorder.embeddings is not None:
+                self._warn_once(
+                    "The attached model gives no features (what its last Linear is given): no near-copies by them."
+                )
         if kept is None:
             self._recorder.record(
                 batch.ids, losses, logits, targets, window=batch.window, hint=batch.hint, number=self._number(batch)

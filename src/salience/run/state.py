@@ -15,6 +15,7 @@ from salience.ledger import COLUMNS
 from salience.plan import Plan
 from salience.run.windows import Windows
 from salience.select import preset
+from salience.select.redundancy import CopySearch
 from salience.select.reference import checksum
 from salience.select.summary import summarise
 
@@ -36,6 +37,7 @@ class Run(Windows):
         from salience.report.observed import render
 
         self._flush()
+        self._look_for_copies(last=True)
         self._emit_findings()
         return render(self.events.emit("observed", summary=self.summary())["summary"])
 
@@ -43,6 +45,8 @@ class Run(Windows):
         """Everything needed to go on as if never stopped. With several ranks, every rank must call it."""
         self._flush()
         recent = self._recent.values
+        if self._copies is not None and self._group is not None:
+            self._group.largest(self._copies.prints)
         return {
             "version": STATE_VERSION,
             "population": self.n,
@@ -56,6 +60,10 @@ class Run(Windows):
             "steering": None if self._steering is None else self._steering.state_dict(),
             "noise": self._noise,
             "copies": None if self._copies is None else _tensors(self._copies.state_dict()),
+            "embeddings": None if self._copies is None else self._copies.given,
+            "suspects": None
+            if self._suspects is None
+            else (self._suspects[0], torch.from_numpy(self._suspects[1].copy())),
             "epoch": self.epoch,
             "span": list(self._span),
             "visited": self._visited,
@@ -83,6 +91,11 @@ class Run(Windows):
             ("seed", self.seed, "resume with the same seed"),
             ("select", self._describe(), "resume with the same select"),
             ("reference", checksum(self._reference), "resume with the same reference= (these are checksums)"),
+            (
+                "embeddings",
+                self._copies and self._copies.given,
+                "resume with the same embeddings= (these are checksums)",
+            ),
         ):
             if state.get(key) != mine:
                 raise StateError(f"The state was saved with {key} {state.get(key)!r}, this run has {mine!r}; {advice}.")
@@ -101,6 +114,10 @@ class Run(Windows):
             self._steering.load_state_dict(state["steering"])
         self._noise = float(state.get("noise", 0.0))
         self._resume_proxy(state.get("proxy"))
+        suspects = state.get("suspects")
+        self._suspects = None if suspects is None else (int(suspects[0]), suspects[1].numpy())
+        if self._copies is None and state.get("copies") is not None:
+            self._copies = CopySearch(self.n)  # observed with features; they go on when the model is attached again
         if self._copies is not None and state.get("copies") is not None:
             self._copies.load_state_dict(_arrays(state["copies"]))
             if self._recorder.embeddings is not None:

@@ -94,7 +94,7 @@ class Watching(Base):
             self._copies = CopySearch(self.n)  # observing: near-copies are found for the report
         if self._copies is not None and self.rank == 0:
             self._copies.embeddings = self._copies.embeddings or Embeddings(self.n, WIDTH)
-            self._recorder.embeddings = self._copies.embeddings if self._copies.embeddings.width == WIDTH else None
+            self._recorder.embeddings = self._copies.embeddings if self._copies.given is None else None
 
     def detach(self) -> None:
         """Take the hooks of `attach` off the model again, and let go of the proxy and the background scorer."""
@@ -188,7 +188,8 @@ class Watching(Base):
                 ids, values, window = self._scorer.take()
                 waited = self._ledger.last_seen[ids] < window
                 ids, rows = ids[waited], finish(dict(zip(LOGIT_ROWS, values[:, waited], strict=True)))
-                self._ledger.check_labels(ids, rows["target"].astype(np.int32))
+                if (self._ledger.label >= 0).any():
+                    self._ledger.check_labels(ids, rows["target"].astype(np.int32))
                 if not (self._ledger.guess >= 0).any():  # loss() is given no logits: then scores go by the loss
                     rows = {"loss": rows["loss"]}
                 self._recorder.bad += self._ledger.record(ids, rows, window=window, trained=False, unique=True)
@@ -231,14 +232,14 @@ class Watching(Base):
                 )
         return CopySearch(self.n, given=embeddings, **(uses[0].options if uses else {}))
 
-    def _look_for_copies(self) -> None:
+    def _look_for_copies(self, *, last: bool = False) -> None:
         """Look again where there is more to go by; with several ranks, rank 0 looks and tells."""
         if self._copies is None:
             return
         with self.watch("copies"):
             if self._group is not None:
                 self._group.largest(self._copies.prints)
-            changed = self.rank == 0 and self._copies.look(self._ledger.label)
+            changed = self.rank == 0 and self._copies.look(self._ledger.label, last=last)
             if self._group is not None and (changed := bool(self._group.first([float(changed)])[0])):
                 found = self._copies.found or Copies(
                     group=np.empty(self.n, dtype=np.int32), similarity=np.empty(self.n, dtype=np.float32)

@@ -234,7 +234,7 @@ class Windows(Losses):
         self, number: int, ids: npt.NDArray[np.int64], hint: Tensor | None = None, prints: Tensor | None = None
     ) -> None:
         if prints is not None and self._copies is not None:
-            self._copies.prints[ids] = prints.numpy()
+            self._copies.prints[ids] = prints.numpy() & np.iinfo(np.int64).max
         self._batch = Batch(self.epoch, number, ids, hint)
         self._delivered.add(number)
         self._take_signals()
@@ -260,7 +260,8 @@ class Windows(Losses):
         self.epoch += 1
         if finished and self.epoch == self.epochs:
             self._close_scorer()
-        if finished and self.epoch == self.epochs and self._group is None:  # several ranks tell it in report()
+            if self._group is None:  # several ranks tell it in report()
+                self._look_for_copies(last=True)
             self._emit_findings()
 
     def _budgets(self, first: int) -> list[int] | None:

@@ -105,7 +105,7 @@ def findings(
     return Findings(
         samples=ledger.n,
         judged=known,
-        noise_rate=judged.rate if known else None,
+        noise_rate=judged.rate if known and np.isfinite(judged.rate) else None,
         suspected=int(np.count_nonzero(suspect)),
         expected=float(wrong[suspect].sum(dtype=np.float64)),
         suspects=tuple(suspects(ledger, top=top, names=names)),

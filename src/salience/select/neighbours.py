@@ -32,15 +32,15 @@ def nearest(vectors: npt.NDArray[np.float32], k: int, *, seed: int = 0) -> Found
     if n <= EXACT:
         _compare(z, squares, torch.arange(n), best, where)
     else:
-        cell, cells = _cells(z, int(2 * n**0.5), seed)
+        cell = _cells(z, int(2 * n**0.5), seed)
         order = cell.T.reshape(-1).argsort(stable=True)
-        sizes = torch.bincount(cell.reshape(-1), minlength=cells).tolist()
+        sizes = torch.bincount(cell.reshape(-1)).tolist()
         for members in (order % n).split(sizes):
             _compare(z, squares, members.sort().values, best, where)
     return best.clamp_min(0).sqrt().numpy(), where.numpy()
 
 
-def _cells(z: Tensor, count: int, seed: int) -> tuple[Tensor, int]:
+def _cells(z: Tensor, count: int, seed: int) -> Tensor:
     """The NEAR cells each vector is a member of, int64 [n, NEAR].
 
     Centres are vectors drawn at random, each moved to the mean of those nearest to it (one step of k-means): a vector
@@ -50,7 +50,7 @@ def _cells(z: Tensor, count: int, seed: int) -> tuple[Tensor, int]:
     home = _nearest_centres(z, z[drawn], 1)[:, 0]
     total = torch.zeros(count, z.shape[1]).index_add_(0, home, z)
     means = total / torch.bincount(home, minlength=count).clamp_min(1)[:, None]
-    return _nearest_centres(z, means, NEAR), count
+    return _nearest_centres(z, means, NEAR)
 
 
 def _nearest_centres(z: Tensor, centres: Tensor, k: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from salience.errors import ConfigError
 from salience.ledger.copies import Copies, byte_copies, connected, merged
 from salience.ledger.embeddings import Embeddings
+from salience.registry import card
 from salience.select.neighbours import nearest
 from salience.select.view import Verdict, View
 
@@ -20,6 +22,7 @@ SURROUNDINGS = 12
 """The distance to the neighbour of this rank stands for how far apart samples are hereabouts."""
 
 
+@card(exact=False)
 def redundancy(view: View, *, ratio: float = 0.78, visits: float = 6.0) -> Verdict:
     """Leaves out all but one of each group of near-copies; which one is visited changes from window to window.
 
@@ -50,7 +53,9 @@ def near_copies(embeddings: Embeddings, label: npt.NDArray[np.int32], *, ratio: 
     around = distance[:, -1]
     around = np.where(np.isfinite(around), around, 0)
     rows, columns = np.repeat(np.arange(len(known)), SURROUNDINGS - 1), where[:, :-1].ravel()
-    close = (columns >= 0) & (distance[:, :-1].ravel() < ratio * np.minimum(around[rows], around[columns]))
+    apart = distance[:, :-1].ravel()
+    close = (columns >= 0) & (apart < ratio * np.minimum(around[rows], around[columns]))
+    close |= (columns >= 0) & (apart <= 0.25 * np.median(around))  # in groups that fill their own surroundings
     rows, columns = known[rows[close]], known[columns[close]]
     same = label[rows] == label[columns]
     rows, columns = rows[same], columns[same]
@@ -85,6 +90,8 @@ class CopySearch:
     """Gathers what copies are found by, and looks for them from time to time."""
 
     def __init__(self, n: int, *, ratio: float = 0.78, visits: float = 6.0, given: npt.ArrayLike | None = None) -> None:
+        self.given = None if given is None else zlib.crc32(np.ascontiguousarray(given).tobytes())
+        """Checksum of the vectors the user gave."""
         self.ratio = ratio if given is None else 0.9 * ratio
         """Vectors given by the user do not scatter and need less room."""
         self.next_look = 0.0 if given is not None else visits
@@ -97,12 +104,13 @@ class CopySearch:
         self._printed = 0
         self._waited = False
 
-    def look(self, label: npt.NDArray[np.int32]) -> bool:
-        """Look if there is reason to; whether anything may have changed."""
+    def look(self, label: npt.NDArray[np.int32], *, last: bool = False) -> bool:
+        """Look if there is reason to; whether anything may have changed. At the end of a run fewer visits will do."""
         if (label < 0).all() and not self._waited:  # classes are known after the first window, if at all
             self._waited = True
             return False
-        near = self.embeddings is not None and self.embeddings.typical_visits >= self.next_look
+        enough = min(3.0, self.next_look) if last and self._near is None else self.next_look
+        near = self.embeddings is not None and self.embeddings.typical_visits >= enough
         known = int(np.count_nonzero(self.prints))
         if not near and known == self._printed:
             return False
@@ -115,7 +123,10 @@ class CopySearch:
         return True
 
     def state_dict(self) -> dict[str, npt.NDArray[Any]]:
-        state: dict[str, npt.NDArray[Any]] = {"prints": self.prints.copy(), "next_look": np.array([self.next_look])}
+        state: dict[str, npt.NDArray[Any]] = {
+            "prints": self.prints.copy(),
+            "looked": np.array([self.next_look, self._printed, self._waited]),
+        }
         for name, copies in (("found", self.found), ("near", self._near)):
             if copies is not None:
                 state |= {f"{name}_group": copies.group.copy(), f"{name}_similarity": copies.similarity.copy()}
@@ -125,8 +136,8 @@ class CopySearch:
 
     def load_state_dict(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
         self.prints[:] = state["prints"]
-        self._printed = int(np.count_nonzero(self.prints))
-        self.next_look = float(state["next_look"][0])
+        self.next_look = float(state["looked"][0])
+        self._printed, self._waited = int(state["looked"][1]), bool(state["looked"][2])
         self.found, self._near = (
             Copies(group=state[f"{name}_group"], similarity=state[f"{name}_similarity"])
             if f"{name}_group" in state

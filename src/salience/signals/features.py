@@ -18,7 +18,7 @@ def features_of(given: Tensor) -> Tensor:
     and Lindenstrauss 1984); narrower ones are filled up with zeros.
     """
     with torch.no_grad(), torch.autocast(given.device.type, enabled=False):
-        x = given.detach().float()
+        x = torch.atleast_2d(given.detach().float())
         if x.dim() > 2:
             x = x.flatten(1, -2).mean(1)
         width = x.shape[1]

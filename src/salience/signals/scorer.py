@@ -13,22 +13,19 @@ from __future__ import annotations
 
 import io
 import math
-import multiprocessing
 import os
 import signal
 import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.multiprocessing  # teaches pickle to pass tensors on as shared memory
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, multiprocessing, nn  # that of torch, which passes tensors on as shared memory
 
 from salience.batches import Order, integer_targets
 from salience.errors import DataError, PluginError
@@ -135,7 +132,7 @@ class Scorer:
             raise
         finally:
             theirs.close()
-        self.close = weakref.finalize(self, _stop, self.process, self._pipe)
+        self.close = weakref.finalize(self, _stop, self.process, self._pipe, os.getpid())
         """End the process; nothing of it is left."""
 
     @property
@@ -181,7 +178,7 @@ class Scorer:
 
 
 def _work(
-    pipe: Connection, copied: bytes, data: Any, collate: Any, board: _Board, batch_size: int, device: torch.device
+    pipe: Any, copied: bytes, data: Any, collate: Any, board: _Board, batch_size: int, device: torch.device
 ) -> None:
     """The process: one thread, lowest priority; it ends when the pipe does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends this
@@ -224,7 +221,9 @@ def _room(tensor: Tensor) -> int:
     return -(-tensor.numel() * tensor.element_size() // 16) * 16
 
 
-def _stop(process: Any, pipe: Connection) -> None:
+def _stop(process: Any, pipe: Any, owner: int) -> None:
+    if os.getpid() != owner:  # a forked worker lets go of its copy
+        return
     pipe.close()
     process.terminate()
     process.join(5)

@@ -1,0 +1,300 @@
+"""Where samples lie: local folders, and object stores through `obstore`.
+
+A store is opened by its URL, holds no connection until it is asked and may be pickled. What an object store says in its
+errors may hold signed URLs or account names, so it is read to tell errors apart and never passed on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from salience.errors import ConfigError, DataError, MissingExtra, SalienceError, StoreError, did_you_mean
+from salience.feed.index import check_path
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+T = TypeVar("T")
+
+SCHEMES = ("s3", "gs", "az", "https", "http", "file")
+_CREDENTIALS = {
+    "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION, or AWS_SKIP_SIGNATURE=true if it is public",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS to the key file, or GOOGLE_SKIP_SIGNATURE=true if it is public",
+    "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or AZURE_SKIP_SIGNATURE=true if it is public",
+}
+_NO_CREDENTIALS = re.compile(r"metadata|/latest/api/token|token request|must be specified|credential", re.I)
+_STATUS = re.compile(r"status code: (\d{3})")
+_AT_ONCE = 32
+"""Sizes asked for at the same time."""
+
+_runtime: int | None = None
+"""The process that first used obstore. Its threads do not survive a fork: a child of that process would wait for ever."""
+
+
+class ReadFailed(Exception):
+    """One request failed; `again` says whether another one may do better."""
+
+    def __init__(self, reason: str, *, again: bool, missing: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.again, self.missing = reason, again, missing
+
+
+class Store(Protocol):
+    """Objects by path below one URL."""
+
+    url: str
+    """Safe to show."""
+
+    def sizes(self, paths: Sequence[str]) -> list[int | None]:
+        """Bytes of each object; None where there is none."""
+        ...
+
+    def list(self, prefix: str = "") -> list[tuple[str, int]]:
+        """Paths below `prefix`, sorted, with their bytes."""
+        ...
+
+    def get(self, path: str) -> bytes | None:
+        """A whole object; None where there is none."""
+        ...
+
+    async def get_range(self, path: str, start: int, stop: int) -> bytes:
+        """Bytes from `start` up to `stop`, or ReadFailed."""
+        ...
+
+
+def open_store(url: str | os.PathLike[str]) -> Store:
+    """The store that `url` names; nothing is asked of it yet."""
+    text = os.fspath(url)
+    if "://" not in text:
+        return LocalStore(text)
+    scheme = text.split("://", 1)[0].lower()
+    if scheme not in SCHEMES:
+        raise ConfigError(f"{shown(text)!r} has the unknown scheme {scheme!r}.{did_you_mean(scheme, SCHEMES)}")
+    parts = urlsplit(text)
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ConfigError(
+            f"The URL {shown(text)!r} was given with a user, password or query; credentials come from the "
+            "environment or the cloud's own configuration, never from the URL. Leave them out."
+        )
+    if scheme == "file":
+        return LocalStore(unquote(parts.path))
+    if not parts.netloc:
+        raise ConfigError(f"{shown(text)!r} names no {'host' if scheme.startswith('http') else 'bucket'}.")
+    return RemoteStore(text.rstrip("/"))
+
+
+def shown(url: str) -> str:
+    """The URL without what may be secret in it: user, password, query."""
+    scheme, mark, rest = url.partition("://")
+    if not mark:
+        return url
+    rest = re.split(r"[?#]", rest, maxsplit=1)[0]
+    return f"{scheme}://{rest.rpartition('@')[2]}"
+
+
+class LocalStore:
+    """A folder; needs no other package."""
+
+    def __init__(self, root: str) -> None:
+        self.root = Path(root).expanduser()
+        self.url = str(self.root)
+
+    def sizes(self, paths: Sequence[str]) -> list[int | None]:
+        files = [self._path(path) for path in paths]
+        return [file.stat().st_size if file.is_file() else None for file in files]
+
+    def list(self, prefix: str = "") -> list[tuple[str, int]]:
+        found: list[tuple[str, int]] = []
+        for folder, _, files in os.walk(self.root / prefix, followlinks=True):
+            below = Path(folder).relative_to(self.root).as_posix()
+            found += [
+                (file if below == "." else f"{below}/{file}", (Path(folder) / file).stat().st_size) for file in files
+            ]
+        return sorted(found)
+
+    def get(self, path: str) -> bytes | None:
+        file = self._path(path)
+        return file.read_bytes() if file.is_file() else None
+
+    async def get_range(self, path: str, start: int, stop: int) -> bytes:
+        return await asyncio.to_thread(self._read, self._path(path), start, stop)
+
+    def _read(self, file: Path, start: int, stop: int) -> bytes:
+        try:
+            with file.open("rb", buffering=0) as handle:
+                handle.seek(start)
+                return handle.read(stop - start)
+        except FileNotFoundError:
+            raise ReadFailed("it is not there", again=False, missing=True) from None
+        except PermissionError:
+            raise ReadFailed("access is denied", again=False) from None
+        except OSError as error:
+            raise ReadFailed(f"the file system says {error.strerror}", again=True) from None
+
+    def _path(self, path: str) -> Path:
+        return self.root / check_path(path, self.url)
+
+
+class RemoteStore:
+    """An object store or an HTTP server, through `obstore`; the retry policy is ours (`reads`), so it makes none."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.scheme = url.split("://", 1)[0].lower()
+        self._opened: ObjectStore | None = None
+        _obstore()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"url": self.url, "scheme": self.scheme, "_opened": None}
+
+    def sizes(self, paths: Sequence[str]) -> list[int | None]:
+        return self._apart(lambda: asyncio.run(self._sizes(paths)))
+
+    def list(self, prefix: str = "") -> list[tuple[str, int]]:
+        return self._apart(lambda: self._list(prefix))
+
+    def get(self, path: str) -> bytes | None:
+        return self._apart(lambda: self._get(path))
+
+    async def get_range(self, path: str, start: int, stop: int) -> bytes:
+        store = self._store()
+        try:
+            return bytes(await store.get_range_async(check_path(path, self.url), start=start, end=stop))
+        except Exception as error:
+            raise self._failed(error) from None
+
+    async def _sizes(self, paths: Sequence[str]) -> list[int | None]:
+        store, slots = self._store(), asyncio.Semaphore(_AT_ONCE)
+
+        async def size(path: str) -> int | None:
+            async with slots:
+                return await self._tried(lambda: store.head_async(check_path(path, self.url)), lambda meta: meta["size"])
+
+        return await asyncio.gather(*(size(path) for path in paths))
+
+    def _list(self, prefix: str) -> list[tuple[str, int]]:
+        try:
+            metas = self._store().list(prefix or None).collect()
+        except Exception as error:
+            failed = self._failed(error)
+            if self.scheme in ("http", "https"):
+                raise StoreError(
+                    f"{self.url} has no {'index.npz'!r} and cannot be listed ({failed.reason}); make the index with "
+                    "`salience pack` or `salience pack --index-only` and put it there, or pass index=."
+                ) from None
+            raise self._refused(failed) from None
+        return sorted((meta["path"], meta["size"]) for meta in metas)
+
+    def _get(self, path: str) -> bytes | None:
+        async def get() -> bytes | None:
+            async def whole() -> bytes:
+                return bytes(await (await self._store().get_async(path)).bytes_async())
+
+            return await self._tried(whole, lambda data: data)
+
+        return asyncio.run(get())
+
+    async def _tried(self, ask: Callable[[], Any], take: Callable[[Any], T], attempts: int = 5) -> T | None:
+        """What `take` makes of the answer; None where the object is missing."""
+        for attempt in range(1, attempts + 1):
+            try:
+                return take(await ask())
+            except Exception as error:
+                failed = self._failed(error)
+                if failed.missing:
+                    return None
+                if not failed.again or attempt == attempts:
+                    raise self._refused(failed) from None
+                await asyncio.sleep(0.1 * 2**attempt)
+        return None
+
+    def _store(self) -> ObjectStore:
+        """Opened once a process, and only where that can work."""
+        global _runtime
+        if _runtime not in (None, os.getpid()):
+            raise StoreError(
+                f"{self.url} was read in the main process before this worker was forked from it, which obstore's threads do "
+                "not survive; pass multiprocessing_context='forkserver' (or 'spawn') to the Loader."
+            )
+        if self._opened is None:
+            from obstore.store import from_url
+
+            options: Any = {"client_options": {"timeout": "1h"}, "retry_config": {"max_retries": 0}}
+            if self.scheme == "http":
+                options["client_options"]["allow_http"] = True
+            try:
+                self._opened = from_url(self.url, **options)
+            except Exception as error:
+                raise self._refused(self._failed(error)) from None
+        _runtime = os.getpid()
+        return self._opened
+
+    def _apart(self, work: Callable[[], T]) -> T:
+        """Do it in a forked process, so that this one can still fork workers; here, where it is too late or not possible."""
+        fork = "fork" in multiprocessing.get_all_start_methods() and not multiprocessing.current_process().daemon
+        if not fork or _runtime == os.getpid():
+            return work()
+        context = multiprocessing.get_context("fork")
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=_answer, args=(there, work), daemon=True)
+        process.start()
+        there.close()
+        try:
+            done, answer = here.recv()
+        except EOFError:
+            raise StoreError(f"The process that asked {self.url} died; try again.") from None
+        finally:
+            here.close()
+            process.join()
+        if not done:
+            raise answer
+        return answer
+
+    def _failed(self, error: Exception) -> ReadFailed:
+        """What went wrong, in our words: nothing of the store's own text goes further than this function."""
+        if isinstance(error, SalienceError):
+            raise error
+        text, kind = str(error), type(error).__name__
+        status = _STATUS.search(text)
+        code = int(status[1]) if status else 0
+        if isinstance(error, FileNotFoundError):
+            return ReadFailed("it is not there", again=False, missing=True)
+        if self.scheme in _CREDENTIALS and _NO_CREDENTIALS.search(text):
+            return ReadFailed(f"no credentials were found; {_CREDENTIALS[self.scheme]}", again=False)
+        if kind in ("PermissionDeniedError", "UnauthenticatedError") or code in (401, 403):
+            return ReadFailed("access is denied; check the credentials in the environment", again=False)
+        if kind == "NotSupportedError":
+            return ReadFailed("the server does not answer range requests, or not this one", again=False)
+        if code:
+            return ReadFailed(f"the server answers with status {code}", again=code >= 500 or code in (408, 429))
+        if re.search(r"decoding response body|body error|IncompleteMessage|end of file", text):
+            return ReadFailed("the answer was cut off", again=True)
+        if "timed out" in text or "TimedOut" in text:
+            return ReadFailed("it took too long", again=True)
+        return ReadFailed("the connection failed", again=True)
+
+    def _refused(self, failed: ReadFailed) -> StoreError:
+        return StoreError(f"{self.url} cannot be read: {failed.reason}.")
+
+
+def _answer(there: Any, work: Callable[[], Any]) -> None:
+    try:
+        there.send((True, work()))
+    except SalienceError as error:
+        there.send((False, error))
+    except Exception as error:
+        there.send((False, DataError(f"The store could not be asked: {type(error).__name__}.")))
+
+
+def _obstore() -> None:
+    try:
+        import obstore.store as _  # pyright: ignore[reportUnusedImport] # noqa: F401
+    except ImportError:
+        raise MissingExtra.of("obstore", "feed", "reading from an object store or over HTTP") from None
