@@ -12,7 +12,9 @@ from salience.errors import (
     PluginError,
     SalienceError,
     StateError,
+    StoreError,
 )
+from salience.feed import Source
 from salience.ledger import Ledger
 from salience.loader import Loader
 from salience.plan import Plan, Trace
@@ -35,7 +37,9 @@ __all__ = [
     "SalienceError",
     "SelectConfig",
     "Selector",
+    "Source",
     "StateError",
+    "StoreError",
     "Trace",
     "Use",
     "__version__",

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from salience.batches import Orders, TagCollate, Tagged, Tagging, integer_targets
 from salience.errors import ConfigError, DataError, did_you_mean
 from salience.events import EventLog
+from salience.feed.dataset import Decode, Fed, FeedCollate, SourceDataset
+from salience.feed.reads import Counts
+from salience.feed.source import Source
 from salience.ledger import Ledger
 from salience.run import Run, Select
+from salience.run.base import Batch
 from salience.seeds import WORKERS, torch_seed
 from salience.select.reference import Opinion
 from salience.select.steering import Paths
@@ -47,6 +53,10 @@ class Loader(Run):
     other models think of the samples (for `rho`, `proxy`, `cscore`), `baseline` the event logs of earlier runs, by which
     `keep = "auto"` is steered. `trace` records the plans in a folder, `log` is the JSONL event log. A failing plug-in
     is switched off, named and logged; with `strict=True` it raises.
+
+    A `salience.Source` is read batch by batch and delivers `(decode(data), label)`, `decode` being yours: bytes to sample. A
+    sample that cannot be read or decoded is stood in for by another one of the batch, with loss weight 0, and named in
+    the report; more than `max_broken` of all samples stop the run.
     """
 
     def __init__(
@@ -60,6 +70,8 @@ class Loader(Run):
         with_ids: bool = False,
         drop_last: bool = False,
         collate_fn: Any = None,
+        decode: Decode | None = None,
+        max_broken: float = 0.01,
         generator: torch.Generator | None = None,
         ledger: Ledger | str | Path | None = None,
         reference: Opinion | Sequence[Opinion] | None = None,
@@ -71,6 +83,12 @@ class Loader(Run):
         **dataloader: Any,
     ) -> None:
         _check_arguments(batch_size, dataloader)
+        if isinstance(dataset, Source):
+            dataset = SourceDataset(dataset, decode)
+        elif decode is not None:
+            raise ConfigError(f"decode= is for a salience.Source; a {type(dataset).__name__} decodes by itself.")
+        if not 0 <= max_broken <= 1:
+            raise ConfigError(f"max_broken is {max_broken}; it must be a share from 0 to 1.")
         n = _length(dataset)
         super().__init__(
             n, batch_size=batch_size, epochs=epochs, select=select, seed=seed, drop_last=drop_last, generator=generator,
@@ -78,19 +96,28 @@ class Loader(Run):
         )  # fmt: skip
         self.dataset = dataset
         self.with_ids = with_ids
+        self._source = dataset.source if isinstance(dataset, SourceDataset) else None
+        self._max_broken = max_broken
+        self._broken: dict[int, str] = {}
+        """Samples found broken so far, and why."""
+        self._stand_ins: dict[int, list[int]] = {}
+        """Batch of this window -> positions where another sample stands in."""
+        if self._source is not None:
+            self._know(self._source)
+        self._collate = collate_fn or default_collate
         self._orders = Orders()
         self._worker_generator = torch.Generator()
         self._inner: DataLoader[Any] = DataLoader(
             Tagging(dataset),
             batch_sampler=self._orders,  # pyright: ignore[reportArgumentType]
-            collate_fn=TagCollate(collate_fn or default_collate),  # pyright: ignore[reportArgumentType]
+            collate_fn=TagCollate(FeedCollate(self._collate) if self._source else self._collate),  # pyright: ignore[reportArgumentType]
             generator=self._worker_generator,
             **dataloader,
         )
 
     def _make_scorer(self, model: nn.Module, device: torch.device | str) -> Scorer:
-        inner = self._inner
-        return Scorer(model, inner.dataset, inner.collate_fn, n=self.n, batch_size=self.batch_size, device=device)
+        data, collate = self._inner.dataset, TagCollate(self._collate)
+        return Scorer(model, data, collate, n=self.n, batch_size=self.batch_size, device=device)
 
     @property
     def num_workers(self) -> int:
@@ -110,13 +137,85 @@ class Loader(Run):
             self._worker_generator.set_state(self._shuffle_state)
         else:
             self._worker_generator.manual_seed(torch_seed(self.seed, WORKERS, self.epoch, self.rank))
+        self._stand_ins = {}
         self._orders.set(shard, self._delivered)
         tagged: Tagged
         for tagged in self._inner:
             number, ids, batch, prints = tagged
+            if isinstance(batch, Fed):
+                batch = self._take_fed(number, ids, batch)
             self._deliver(number, ids.numpy(), integer_targets(batch, len(ids)), prints)
             yield (ids, batch) if self.with_ids else batch
+        if self._source is not None:
+            self.events.emit("feed", window=self.epoch, broken=len(self._broken), **asdict(self._source.stats))
         self._close_window()
+
+    def _know(self, source: Source) -> None:
+        """What the index tells before anything is read: classes, sizes, byte copies."""
+        if self._group is None or self._group.leads_node:
+            self._ledger.set_labels(source.labels)
+            self._ledger.size[:] = np.minimum(source.sizes, np.iinfo(np.uint32).max)
+        if self._group is not None:
+            self._group.barrier()
+        if self._copies is not None:
+            self._copies.prints[:] = source.index.check.view(np.int64)
+
+    def _take_fed(self, number: int, ids: Tensor, fed: Fed) -> Any:
+        """Note what the worker had to tell, and give the batch."""
+        assert self._source is not None
+        self._source.stats.add(Counts(**fed.counts))
+        if fed.broken:
+            self._stand_ins[number] = list(fed.broken)
+            self._plain_weights = False
+        for position, reason in fed.broken.items():
+            i = int(ids[position])
+            if i not in self._broken:
+                self._broken[i] = reason
+                self.events.emit("broken", window=self.epoch, id=i, name=self._source.names[i], reason=reason)
+        if len(self._broken) > self._max_broken * self.n:
+            raise DataError(
+                f"{len(self._broken)} of {self.n} samples are broken, more than max_broken = {self._max_broken:g}:"
+                f"{self._broken_lines(3)}\nMend or remove them, or raise max_broken."
+            )
+        return fed.batch
+
+    def _weights_of(self, batch: Batch, device: torch.device) -> Tensor:
+        weights = super()._weights_of(batch, device)
+        positions = self._stand_ins.get(batch.number)
+        if positions:
+            weights = weights.clone()
+            weights[positions] = 0
+        return weights
+
+    def _broken_lines(self, shown: int) -> str:
+        assert self._source is not None
+        lines = [
+            f"\n  sample {i:>8} {self._source.names[i]!r}: {why}" for i, why in sorted(self._broken.items())[:shown]
+        ]
+        return "".join(lines) + ("" if len(self._broken) <= shown else f"\n  and {len(self._broken) - shown} more")
+
+    def report(self) -> str:
+        """What the run taught us so far as text, also written to the event log; with what was read and was broken."""
+        text = super().report()
+        if self._source is None:
+            return text
+        stats = self._source.stats
+        text += (
+            f"\n\nRead from {self._source.url}: {stats.bytes_sent:,} bytes in {stats.requests:,} requests for "
+            f"{stats.bytes_used:,} bytes of samples; {stats.retried:,} repeated, {stats.hedged:,} doubled."
+        )
+        if self._broken:
+            text += f"\n\nBroken samples, stood in for with weight 0: {len(self._broken):,}{self._broken_lines(8)}"
+        return text
+
+    def state_dict(self) -> dict[str, Any]:
+        broken = {"ids": list(self._broken), "reasons": list(self._broken.values())}
+        return {**super().state_dict(), "broken": broken}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        broken = state.get("broken") or {"ids": [], "reasons": []}
+        self._broken = dict(zip(broken["ids"], broken["reasons"], strict=True))
 
 
 def _length(dataset: Any) -> int:

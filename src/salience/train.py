@@ -283,7 +283,8 @@ class Training:
             for sample in event["summary"]["hardest"][:8]:
                 say(f"  sample {sample['id']:>8}: {self.data.name(sample['id'])}")
         say()
-        say(f"In {config.out}: {checkpoint.LAST}, {checkpoint.LEDGER}, {checkpoint.NAMES}, {checkpoint.LOG}.")
+        written = [checkpoint.LAST, checkpoint.LEDGER, checkpoint.NAMES, *[checkpoint.COPIES] * (copies is not None)]
+        say(f"In {config.out}: {', '.join(written)}, {checkpoint.LOG}.")
         say(f"Wrong labels, copies and hard images, by file: salience scores {config.out} --suspects --copies --hard")
 
 

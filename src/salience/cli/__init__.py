@@ -7,11 +7,11 @@ import os
 import sys
 from types import ModuleType
 
-from salience.cli import demo, doctor, plugins, scores, train
+from salience.cli import demo, doctor, pack, plugins, scores, train
 from salience.cli.text import sentence
 from salience.errors import SalienceError
 
-COMMANDS: tuple[ModuleType, ...] = (demo, train, scores, plugins, doctor)
+COMMANDS: tuple[ModuleType, ...] = (demo, train, pack, scores, plugins, doctor)
 
 
 def main(argv: list[str] | None = None) -> int:

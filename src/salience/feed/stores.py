@@ -7,16 +7,18 @@ errors may hold signed URLs or account names, so it is read to tell errors apart
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
+import functools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from salience.errors import ConfigError, DataError, MissingExtra, SalienceError, StoreError, did_you_mean
+from salience.errors import ConfigError, MissingExtra, SalienceError, StoreError, did_you_mean
+from salience.feed import apart
 from salience.feed.index import check_path
+from salience.feed.reads import MISSING, Policy, ReadFailed, retried
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -34,16 +36,8 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _AT_ONCE = 32
 """Sizes asked for at the same time."""
 
-_runtime: int | None = None
-"""The process that first used obstore. Its threads do not survive a fork: a child of that process would wait for ever."""
-
-
-class ReadFailed(Exception):
-    """One request failed; `again` says whether another one may do better."""
-
-    def __init__(self, reason: str, *, again: bool, missing: bool = False) -> None:
-        super().__init__(reason)
-        self.reason, self.again, self.missing = reason, again, missing
+_POLICY = Policy()
+"""Of questions about objects; reads have that of their Source."""
 
 
 class Store(Protocol):
@@ -51,6 +45,8 @@ class Store(Protocol):
 
     url: str
     """Safe to show."""
+    far: bool
+    """Whether a network lies between, on which answers get lost."""
 
     def sizes(self, paths: Sequence[str]) -> list[int | None]:
         """Bytes of each object; None where there is none."""
@@ -102,6 +98,8 @@ def shown(url: str) -> str:
 class LocalStore:
     """A folder; needs no other package."""
 
+    far = False
+
     def __init__(self, root: str) -> None:
         self.root = Path(root).expanduser()
         self.url = str(self.root)
@@ -124,19 +122,17 @@ class LocalStore:
         return file.read_bytes() if file.is_file() else None
 
     async def get_range(self, path: str, start: int, stop: int) -> bytes:
-        return await asyncio.to_thread(self._read, self._path(path), start, stop)
-
-    def _read(self, file: Path, start: int, stop: int) -> bytes:
+        """Never waits, and an error of a local file is not repeated."""
         try:
-            with file.open("rb", buffering=0) as handle:
+            with self._path(path).open("rb", buffering=0) as handle:
                 handle.seek(start)
                 return handle.read(stop - start)
         except FileNotFoundError:
-            raise ReadFailed("it is not there", again=False, missing=True) from None
+            raise ReadFailed(MISSING, again=False, broken=True) from None
         except PermissionError:
             raise ReadFailed("access is denied", again=False) from None
         except OSError as error:
-            raise ReadFailed(f"the file system says {error.strerror}", again=True) from None
+            raise ReadFailed(f"the file system says {error.strerror}", again=False) from None
 
     def _path(self, path: str) -> Path:
         return self.root / check_path(path, self.url)
@@ -144,6 +140,8 @@ class LocalStore:
 
 class RemoteStore:
     """An object store or an HTTP server, through `obstore`; the retry policy is ours (`reads`), so it makes none."""
+
+    far = True
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -155,13 +153,13 @@ class RemoteStore:
         return {"url": self.url, "scheme": self.scheme, "_opened": None}
 
     def sizes(self, paths: Sequence[str]) -> list[int | None]:
-        return self._apart(lambda: asyncio.run(self._sizes(paths)))
+        return apart.once(lambda: asyncio.run(self._sizes(paths)))
 
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
-        return self._apart(lambda: self._list(prefix))
+        return apart.once(lambda: self._list(prefix))
 
     def get(self, path: str) -> bytes | None:
-        return self._apart(lambda: self._get(path))
+        return apart.once(lambda: self._get(path))
 
     async def get_range(self, path: str, start: int, stop: int) -> bytes:
         store = self._store()
@@ -173,11 +171,11 @@ class RemoteStore:
     async def _sizes(self, paths: Sequence[str]) -> list[int | None]:
         store, slots = self._store(), asyncio.Semaphore(_AT_ONCE)
 
-        async def size(path: str) -> int | None:
+        async def size(path: str) -> int:
             async with slots:
-                return await self._tried(lambda: store.head_async(check_path(path, self.url)), lambda meta: meta["size"])
+                return (await store.head_async(check_path(path, self.url)))["size"]
 
-        return await asyncio.gather(*(size(path) for path in paths))
+        return await asyncio.gather(*(self._asked(functools.partial(size, path), path) for path in paths))
 
     def _list(self, prefix: str) -> list[tuple[str, int]]:
         try:
@@ -193,69 +191,41 @@ class RemoteStore:
         return sorted((meta["path"], meta["size"]) for meta in metas)
 
     def _get(self, path: str) -> bytes | None:
-        async def get() -> bytes | None:
-            async def whole() -> bytes:
-                return bytes(await (await self._store().get_async(path)).bytes_async())
+        async def whole() -> bytes:
+            return bytes(await (await self._store().get_async(path)).bytes_async())
 
-            return await self._tried(whole, lambda data: data)
+        return asyncio.run(self._asked(whole, path))
 
-        return asyncio.run(get())
+    async def _asked(self, ask: Callable[[], Awaitable[T]], path: str) -> T | None:
+        """The answer, by the same rules as reads; None where the object is missing."""
 
-    async def _tried(self, ask: Callable[[], Any], take: Callable[[Any], T], attempts: int = 5) -> T | None:
-        """What `take` makes of the answer; None where the object is missing."""
-        for attempt in range(1, attempts + 1):
+        async def once() -> T:
             try:
-                return take(await ask())
+                return await ask()
             except Exception as error:
-                failed = self._failed(error)
-                if failed.missing:
-                    return None
-                if not failed.again or attempt == attempts:
-                    raise self._refused(failed) from None
-                await asyncio.sleep(0.1 * 2**attempt)
-        return None
+                raise self._failed(error) from None
+
+        try:
+            return await retried(once, _POLICY, path)
+        except ReadFailed as failed:
+            if failed.reason == MISSING:
+                return None
+            raise self._refused(failed) from None
 
     def _store(self) -> ObjectStore:
         """Opened once a process, and only where that can work."""
-        global _runtime
-        if _runtime not in (None, os.getpid()):
-            raise StoreError(
-                f"{self.url} was read in the main process before this worker was forked from it, which obstore's threads do "
-                "not survive; pass multiprocessing_context='forkserver' (or 'spawn') to the Loader."
-            )
+        apart.use(self.url)
         if self._opened is None:
             from obstore.store import from_url
 
-            options: Any = {"client_options": {"timeout": "1h"}, "retry_config": {"max_retries": 0}}
-            if self.scheme == "http":
-                options["client_options"]["allow_http"] = True
+            options: Any = {"retry_config": {"max_retries": 0}}
+            if self.scheme in ("http", "https"):  # a cloud's come from its environment, and would be overridden
+                options["client_options"] = {"allow_http": self.scheme == "http", "timeout": "1h"}
             try:
                 self._opened = from_url(self.url, **options)
             except Exception as error:
                 raise self._refused(self._failed(error)) from None
-        _runtime = os.getpid()
         return self._opened
-
-    def _apart(self, work: Callable[[], T]) -> T:
-        """Do it in a forked process, so that this one can still fork workers; here, where it is too late or not possible."""
-        fork = "fork" in multiprocessing.get_all_start_methods() and not multiprocessing.current_process().daemon
-        if not fork or _runtime == os.getpid():
-            return work()
-        context = multiprocessing.get_context("fork")
-        here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_answer, args=(there, work), daemon=True)
-        process.start()
-        there.close()
-        try:
-            done, answer = here.recv()
-        except EOFError:
-            raise StoreError(f"The process that asked {self.url} died; try again.") from None
-        finally:
-            here.close()
-            process.join()
-        if not done:
-            raise answer
-        return answer
 
     def _failed(self, error: Exception) -> ReadFailed:
         """What went wrong, in our words: nothing of the store's own text goes further than this function."""
@@ -265,32 +235,25 @@ class RemoteStore:
         status = _STATUS.search(text)
         code = int(status[1]) if status else 0
         if isinstance(error, FileNotFoundError):
-            return ReadFailed("it is not there", again=False, missing=True)
+            return ReadFailed(MISSING, again=False, broken=True)
         if self.scheme in _CREDENTIALS and _NO_CREDENTIALS.search(text):
             return ReadFailed(f"no credentials were found; {_CREDENTIALS[self.scheme]}", again=False)
         if kind in ("PermissionDeniedError", "UnauthenticatedError") or code in (401, 403):
             return ReadFailed("access is denied; check the credentials in the environment", again=False)
         if kind == "NotSupportedError":
             return ReadFailed("the server does not answer range requests, or not this one", again=False)
+        if code == 416:
+            return ReadFailed("it ends before the sample does", again=False, broken=True)
         if code:
             return ReadFailed(f"the server answers with status {code}", again=code >= 500 or code in (408, 429))
         if re.search(r"decoding response body|body error|IncompleteMessage|end of file", text):
-            return ReadFailed("the answer was cut off", again=True)
+            return ReadFailed("it is cut off", again=True, broken=True)
         if "timed out" in text or "TimedOut" in text:
             return ReadFailed("it took too long", again=True)
         return ReadFailed("the connection failed", again=True)
 
     def _refused(self, failed: ReadFailed) -> StoreError:
         return StoreError(f"{self.url} cannot be read: {failed.reason}.")
-
-
-def _answer(there: Any, work: Callable[[], Any]) -> None:
-    try:
-        there.send((True, work()))
-    except SalienceError as error:
-        there.send((False, error))
-    except Exception as error:
-        there.send((False, DataError(f"The store could not be asked: {type(error).__name__}.")))
 
 
 def _obstore() -> None:

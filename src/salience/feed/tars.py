@@ -1,134 +1,276 @@
-"""Tar files by their headers: where each member's bytes lie, and the header of a member to write.
-
-A reader of its own because `tarfile` takes four times as long for a hundred thousand members and stops without a word
-at a damaged header. It knows ustar, GNU long names and sizes, and the pax records `path` and `size`.
-"""
+"""Tars as samples: index those that others made, and read shards back to see that they are what an index says."""
 
 from __future__ import annotations
 
-import tarfile
-from collections.abc import Iterator
-from typing import BinaryIO, NamedTuple
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
-from salience.errors import DataError
-from salience.feed.index import check_path
+import numpy as np
+import numpy.typing as npt
 
-BLOCK = 512
-END = bytes(2 * BLOCK)
-"""What closes a tar."""
-PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
-_LONGEST = 1 << 20  # bytes of a name or of pax records; what is longer is damage
+from salience.errors import ConfigError, DataError, MissingExtra
+from salience.feed import index as indices
+from salience.feed.headers import BLOCK, Member, compressed, members
+from salience.feed.index import Index, Names, classes_of
+
+IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".ppm", ".tif", ".tiff")
+BESIDE = (".txt", ".json")
+"""Files that travel with the one they are called after."""
+CHUNK = 1 << 20
+JOBS = 4
+MOST_CLASSES = 1 << 20
+"""Numbers in .cls members from here on are taken for names."""
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all), from the calling thread."""
+Count = Callable[[int], None]
+"""A task's word that so many bytes more are done."""
+T = TypeVar("T")
+R = TypeVar("R")
 
 
-class Member(NamedTuple):
-    """One entry of a tar: `size` bytes at `offset`. Only regular files have bytes of their own."""
+class Found(NamedTuple):
+    """A sample found in a shard."""
 
     name: str
     offset: int
     size: int
-    regular: bool
+    check: int
+    label: str | None
+    """What its .cls says."""
 
 
-def padded(size: int) -> int:
-    """Bytes that `size` bytes take in a tar."""
-    return -(-size // BLOCK) * BLOCK
+def index_shards(
+    folder: str | Path, *, checksums: bool = True, jobs: int = JOBS, progress: Progress | None = None
+) -> tuple[Index, int]:
+    """The index of the tar shards in `folder`, and how many entries are no samples (folders, links, hidden files)."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DataError(f"There is no folder {folder}; --index-only takes a folder of .tar files.")
+    names = sorted(os.listdir(folder))
+    for name in names:
+        if name.endswith((".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")):
+            raise compressed(str(folder / name), name.rpartition(".")[2])
+    shards = [name for name in names if name.endswith(".tar")]
+    if not shards:
+        raise DataError(f"{folder} holds no .tar files; --index-only takes a folder of them.")
+    return _index([folder / name for name in shards], checksums, jobs, progress)
 
 
-def header(name: str, size: int) -> bytes:
-    """The header of a regular file that depends on nothing but its name and size: no owner, time 0, mode 644."""
-    info = tarfile.TarInfo(name)
-    info.size = size
-    return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
+def index_tars(paths: Sequence[Path], *, checksums: bool = False, jobs: int = JOBS) -> Index:
+    """The index of some plain tars, by their headers alone unless `checksums` are wanted."""
+    return _index(paths, checksums, jobs, None)[0]
 
 
-def header_size(name: str) -> int:
-    """len(header(name, size)): a name over 100 bytes is a member of its own before it."""
-    length = len(name.encode("utf-8", "surrogateescape"))
-    return BLOCK if length <= tarfile.LENGTH_NAME else 2 * BLOCK + padded(length + 1)
+def _index(paths: Sequence[Path], checksums: bool, jobs: int, progress: Progress | None) -> tuple[Index, int]:
+    sizes = [size_of(path) or 0 for path in paths]  # what is no file, scan says
 
+    def task(path: Path, count: Count) -> tuple[list[Found], int]:
+        return scan(path, checksums, count)
 
-def members(file: BinaryIO, where: str) -> Iterator[Member]:
-    """Every entry of a plain tar in order; names of regular files stay below their source, or an error says which not."""
-    at, total = 0, file.seek(0, 2)
-    long: dict[str, bytes] = {}  # what the entries before say of the next one
-    while True:
-        file.seek(at)
-        head = file.read(BLOCK)
-        if head == bytes(BLOCK):
-            return
-        if len(head) < BLOCK:
-            raise _cut_off(where, total)
-        kind, size = _kind_and_size(head, where, at)
-        if kind in b"LKxg":
-            if size > _LONGEST:
-                raise _damaged(where, at)
-            long |= _told(kind, file.read(size), where, at)
-        else:
-            name = (long.get("path") or _name(head)).decode("utf-8", "surrogateescape").removeprefix("./")
-            regular = kind in b"0\x007" and not name.endswith("/")
-            if kind == b"S" or "GNU.sparse.major" in long:
-                raise DataError(f"{where} holds {name!r} as a sparse file, which is no range of bytes; write it plain.")
-            size = 0 if kind in b"123456" else int(long.get("size", size))  # a link may state the size of its target
-            if at + BLOCK + size > total:
-                raise _cut_off(where, total)
-            yield Member(check_path(name, where) if regular else name, at + BLOCK, size, regular)
-            long = {}
-        at += BLOCK + padded(size)
-
-
-def _kind_and_size(head: bytes, where: str, at: int) -> tuple[bytes, int]:
-    if at == 0:
-        for magic, name in PACKED.items():
-            if head.startswith(magic):
-                raise compressed(where, name)
-    if _number(head[148:156], where, at) != sum(head) - sum(head[148:156]) + 8 * ord(" "):
-        raise _damaged(where, at)
-    return head[156:157], _number(head[124:136], where, at)
-
-
-def _name(head: bytes) -> bytes:
-    name = head[:100].partition(b"\0")[0]
-    prefix = head[345:500].partition(b"\0")[0] if head[257:263] == b"ustar\0" else b""  # GNU keeps times there
-    return prefix + b"/" + name if prefix else name
-
-
-def _number(field: bytes, where: str, at: int) -> int:
-    """Octal digits, or a binary number behind the byte 0x80."""
-    if field[0] == 0x80:
-        return int.from_bytes(field[1:], "big")
-    try:
-        return int(field.rstrip(b" \0") or b"0", 8)
-    except ValueError as cause:
-        raise _damaged(where, at) from cause
-
-
-def _told(kind: bytes, data: bytes, where: str, at: int) -> dict[str, bytes]:
-    """What a GNU long name or the records of a pax header say of the next entry."""
-    if kind == b"L":
-        return {"path": data.partition(b"\0")[0]}
-    told: dict[str, bytes] = {}
-    while kind == b"x" and data.strip(b"\0"):  # each record: "<length> <key>=<value>\n"
-        digits = data.partition(b" ")[0]
-        end = int(digits) if digits.isdigit() else 0
-        if not len(digits) < end <= len(data):
-            raise _damaged(where, at)
-        key, _, value = data[len(digits) + 1 : end - 1].partition(b"=")
-        told[key.decode("utf-8", "replace")] = value
-        data = data[end:]
-    if not told.get("size", b"0").isdigit():
-        raise _damaged(where, at)
-    return told
-
-
-def compressed(where: str, how: str) -> DataError:
-    return DataError(
-        f"{where} is compressed ({how}), so a sample in it has no byte range of its own; unpack it to a plain .tar first."
+    scanned = each(task, paths, jobs, sum(sizes), progress)
+    found = [sample for samples, _ in scanned for sample in samples]
+    if not found:
+        raise DataError(
+            f"There are no samples in {paths[0].parent}; a sample is a regular file of a tar that is not hidden."
+        )
+    classes, label = labels_of([sample.label for sample in found], [sample.name for sample in found])
+    index = Index(
+        names=Names.of(sample.name for sample in found),
+        shards=tuple(path.name for path in paths),
+        shard_sizes=np.array(sizes, dtype=np.int64),
+        shard=np.repeat(np.arange(len(paths), dtype=np.int32), [len(samples) for samples, _ in scanned]),
+        offset=np.array([sample.offset for sample in found], dtype=np.int64),
+        size=np.array([sample.size for sample in found], dtype=np.int64),
+        check=np.array([sample.check for sample in found], dtype=np.uint64),
+        label=label,
+        classes=classes,
     )
+    return index, sum(skipped for _, skipped in scanned)
 
 
-def _damaged(where: str, at: int) -> DataError:
-    return DataError(f"{where} is damaged, or no tar: there is no header at byte {at:,}; make or copy it again.")
+def scan(shard: Path, checksums: bool, count: Count) -> tuple[list[Found], int]:
+    """The samples of one tar in one pass: neighbours with the same name up to the first dot; and what was skipped."""
+    found: list[Found] = []
+    skipped = at = 0
+    try:
+        with shard.open("rb") as file:
+            for key, group in groupby(members(file, str(shard)), _key):
+                several = list(group)
+                data = min(several, key=_rank)
+                if not key or _rank(data) == 3:
+                    skipped += len(several)
+                    continue
+                check = _checksum(file, data) if checksums else 0
+                found.append(Found(data.name, data.offset, data.size, check, _class_in(file, several, shard)))
+                count(several[-1].offset - at)
+                at = several[-1].offset
+    except OSError as cause:
+        raise unreadable(shard, cause) from cause
+    return found, skipped
 
 
-def _cut_off(where: str, total: int) -> DataError:
-    return DataError(f"{where} is cut off: it ends after {total:,} bytes, before its end mark; make or copy it again.")
+def labels_of(said: Sequence[str | None], names: Sequence[str]) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
+    """Classes and labels by the .cls members where there are any (numbers or names), else by directory.
+
+    Numbers get the names of the directories where each number has one of its own, in the same order.
+    """
+    given = {text for text in said if text is not None}
+    folders, by_folder = classes_of(names)
+    if not given:
+        return folders, by_folder
+    numbers = all(text.isdecimal() and int(text) < MOST_CLASSES for text in given)
+    classes = tuple(map(str, range(max(map(int, given)) + 1))) if numbers else tuple(sorted(given))
+    number = {text: int(text) if numbers else k for k, text in enumerate(sorted(given))}
+    label = np.array([-1 if text is None else number[text] for text in said], dtype=np.int32)
+    return (folders if numbers and np.array_equal(label, by_folder) else classes), label
+
+
+def _key(member: Member) -> str:
+    """What members of one sample have in common; empty for what is no sample."""
+    folder, slash, base = member.name.rpartition("/")
+    return folder + slash + base.partition(".")[0] if member.regular and not base.startswith(".") else ""
+
+
+def _rank(member: Member) -> int:
+    """Which member is the data: the first image, else the first other one; a class alone is none."""
+    suffix = suffix_of(member.name).lower()
+    return 0 if suffix in IMAGES else 2 if suffix in BESIDE else 3 if suffix == ".cls" else 1
+
+
+def _class_in(file: BinaryIO, several: Sequence[Member], shard: Path) -> str | None:
+    for member in several:
+        if member.name.endswith(".cls"):
+            if member.size > BLOCK:
+                raise DataError(f"{shard}: {member.name} has {member.size:,} bytes; a class is a number or a name.")
+            file.seek(member.offset)
+            return file.read(member.size).decode("utf-8", "replace").strip()
+    return None
+
+
+def _checksum(file: BinaryIO, member: Member) -> int:
+    check, left = hasher()(), member.size
+    file.seek(member.offset)
+    while left and (chunk := file.read(min(left, CHUNK))):
+        check.update(chunk)
+        left -= len(chunk)
+    return check.intdigest()
+
+
+# ---------------------------------------------------------------- checking
+
+
+def check(out: str | Path, *, jobs: int = JOBS, progress: Progress | None = None) -> tuple[Index, list[str]]:
+    """Read all shards back: the index, and one sentence for each shard that is not what the index says."""
+    out = Path(out)
+    index = Index.load(out / indices.FILE)
+    if not index.shards:
+        raise DataError(f"{out / indices.FILE} lists no shards, so there is nothing to read back.")
+    order = np.lexsort((index.offset, index.shard))
+    bounds = np.searchsorted(index.shard[order], np.arange(len(index.shards) + 1))
+    rows = [order[a:b] for a, b in pairwise(bounds.tolist())]
+
+    def task(number: int, count: Count) -> str:
+        return _differs(out, index, number, rows[number], count)
+
+    told = each(task, range(len(index.shards)), jobs, int(index.shard_sizes.sum()), progress)
+    return index, [text for text in told if text]
+
+
+def _differs(out: Path, index: Index, shard: int, rows: npt.NDArray[np.int64], count: Count) -> str:
+    """What is wrong with one shard, or nothing."""
+    name, size = index.shards[shard], int(index.shard_sizes[shard])
+    if (there := size_of(out / name)) != size:
+        return f"{name} is missing." if there is None else f"{name} has {there:,} bytes; the index says {size:,}."
+    try:
+        found, _ = scan(out / name, bool(index.check[rows].any()), count)
+    except DataError as error:
+        return str(error)
+    if len(found) != len(rows):
+        return f"{name} holds {len(found):,} samples; the index says {len(rows):,}."
+    for i, sample in zip(rows.tolist(), found, strict=True):
+        if (sample.offset, sample.size) != (index.offset[i], index.size[i]):
+            return f"{name}: {index.names[i]} does not lie where the index says."
+        if index.check[i] and sample.check != index.check[i]:
+            return f"{name}: {index.names[i]} has other bytes than its checksum says."
+    return ""
+
+
+# ---------------------------------------------------------------- shared
+
+
+class _Stopped(Exception):
+    """Another shard has failed."""
+
+
+def each(
+    task: Callable[[T, Count], R], items: Sequence[T], jobs: int, total: int, progress: Progress | None
+) -> list[R]:
+    """task(item, count) for all items in threads; `count(bytes)` tells how far it is. The first failure ends all."""
+    if jobs < 1:
+        raise ConfigError(f"--jobs is {jobs}; it must be at least 1.")
+    lock, stop = threading.Lock(), threading.Event()
+    done = 0
+
+    def count(more: int) -> None:
+        nonlocal done
+        if stop.is_set():
+            raise _Stopped
+        with lock:
+            done += more
+
+    with ThreadPoolExecutor(jobs) as pool:
+        tasks = [pool.submit(task, item, count) for item in items]
+        try:
+            waiting = set(tasks)
+            while waiting:
+                finished, waiting = wait(waiting, timeout=0.2, return_when=FIRST_EXCEPTION)
+                for one in finished:
+                    one.result()
+                if progress is not None:
+                    progress(done if waiting else total, total)
+        except BaseException:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [one.result() for one in tasks]
+
+
+def save(index: Index, folder: Path) -> None:
+    """Write the index beside its shards."""
+    try:
+        index.save(folder / indices.FILE)
+    except OSError as cause:
+        raise DataError(
+            f"{folder / indices.FILE} cannot be written: {cause.strerror or cause}; make room, or make the folder writable."
+        ) from cause
+
+
+def hasher() -> Any:
+    """xxh3_64, whose digest is the checksum of an index."""
+    try:
+        from xxhash import xxh3_64
+    except ImportError as cause:
+        raise MissingExtra.of("xxhash", "feed", "A checksum") from cause
+    return xxh3_64
+
+
+def suffix_of(path: str) -> str:
+    """The last suffix with its dot; empty where there is none."""
+    suffix = os.path.splitext(path)[1]
+    return suffix if len(suffix) > 1 else ""
+
+
+def size_of(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
+
+
+def unreadable(path: Path, cause: OSError) -> DataError:
+    return DataError(
+        f"{path} cannot be read: {cause.strerror or cause}; mend or remove it, then give the same command again."
+    )

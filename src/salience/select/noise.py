@@ -194,11 +194,11 @@ def noise(
 
     As soon as samples were seen twice on average, samplers prefer hard samples only where there is no sign of wrong labels.
     From `start` of the run on, labels that look wrong are left out. A sample that was left out for more than
-    `revisit` windows comes back with weight 0: it is judged anew by a model that was not trained on it, and re-admitted if it was misjudged.
-    Since a visit buys less among wrong labels, the window visits at least four times the noise rate, up to the share `keep`.
-    More than `limit` suspected: the filter refuses, since then the model is at fault rather than the labels. `floor` is
-    the noise rate that is not worth the trouble, `lowest` the least suspicion that counts. With `weight` above 0, suspected
-    samples are not left out but weigh that much.
+    `revisit` windows comes back with weight 0: it is judged anew by a model that was not trained on it, and re-admitted if
+    it was misjudged. Since a visit buys less among wrong labels, the window visits at least four times the noise rate, up
+    to the share `keep`. More than `limit` suspected: the filter refuses, since then the model is at fault rather than the
+    labels. `floor` is the noise rate that is not worth the trouble, `lowest` the least suspicion that counts. With `weight`
+    above 0, suspected samples are not left out but weigh that much.
     """
     shares = {"start": start, "floor": floor, "keep": keep, "limit": limit, "weight": weight}
     for name, value in shares.items():

@@ -1,0 +1,108 @@
+"""Work in a forked process beside this one.
+
+The threads of obstore do not survive a fork: a worker forked from a process that has used it would wait for ever. So a
+process that may fork loader workers lets another one ask the store.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from salience.errors import SalienceError, StoreError
+
+A = TypeVar("A")
+Q = TypeVar("Q")
+
+_user: int | None = None
+"""The process that first used obstore, as this process and those forked from it know it."""
+
+
+def needed() -> bool:
+    """Whether this process may fork workers (on Linux, and not as a worker) and has not used obstore itself."""
+    return sys.platform == "linux" and not multiprocessing.current_process().daemon and _user != os.getpid()
+
+
+def use(url: str) -> None:
+    """Note that this process uses obstore, or refuse where that would hang."""
+    global _user
+    if _user not in (None, os.getpid()):
+        raise StoreError(
+            f"A store was used in the main process before this one was forked from it, and obstore does not survive a fork; "
+            f"to read {url} here, pass multiprocessing_context='forkserver' (or 'spawn') to the Loader."
+        )
+    _user = os.getpid()
+
+
+class Apart(Generic[Q, A]):
+    """`work` as a function that runs in a process of its own, from the first call until `close`."""
+
+    def __init__(self, work: Callable[[Q], A]) -> None:
+        context = multiprocessing.get_context("fork")
+        self._here, there = context.Pipe()
+        self._process = context.Process(target=_serve, args=(self._here, there, work), daemon=True)
+        self._process.start()
+        there.close()
+        self._lock = threading.Lock()
+        self._owner = os.getpid()
+        self.close = weakref.finalize(self, _close, self._here, self._process, os.getpid())
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be asked: not closed, and started by this process rather than by the one this was forked from."""
+        return self.close.alive and self._owner == os.getpid()
+
+    def __call__(self, question: Q) -> A:
+        with self._lock:
+            try:
+                self._here.send(question)
+                done, answer = self._here.recv()
+            except BaseException as error:  # also an interrupt: the next answer would be to this question
+                self.close()
+                if isinstance(error, (EOFError, OSError)):
+                    raise StoreError("The process that reads from the store died; try again.") from None
+                raise
+        if not done:
+            raise answer
+        return answer
+
+
+def once(work: Callable[[], A]) -> A:
+    """The result of `work`, done in a process of its own."""
+    if not needed():
+        return work()
+    process = Apart[None, A](lambda _: work())
+    try:
+        return process(None)
+    finally:
+        process.close()
+
+
+def _serve(theirs: Any, ours: Any, work: Callable[[Any], Any]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process is told, and closes the pipe
+    theirs.close()
+    while True:
+        try:
+            question = ours.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            answer = True, work(question)
+        except SalienceError as error:
+            answer = False, error
+        except Exception as error:
+            answer = False, StoreError(f"The store could not be asked: {type(error).__name__}.")
+        ours.send(answer)
+
+
+def _close(here: Any, process: Any, owner: int) -> None:
+    here.close()
+    if os.getpid() == owner:
+        process.kill()
+        process.join()

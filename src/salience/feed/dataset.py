@@ -1,0 +1,91 @@
+"""A Source as a PyTorch data set: a whole batch in one read, and broken samples replaced so that ids still match."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Dataset
+
+from salience.errors import DataError, SalienceError
+from salience.feed.reads import Broken
+from salience.feed.source import Source
+
+Decode = Callable[[bytes], Any]
+
+
+class Fed(NamedTuple):
+    """A collated batch, with what the worker has to tell about reading it."""
+
+    batch: Any
+    broken: dict[int, str]
+    """Position in the batch -> what is wrong with the sample that belongs there."""
+    counts: dict[str, int]
+
+
+class Samples(list[Any]):
+    """The samples of one batch, and what there is to tell about them."""
+
+    broken: dict[int, str]
+    counts: dict[str, int]
+
+
+class SourceDataset(Dataset[Any]):
+    """`(decode(data), label)` by number; `decode(data)` alone where the source knows no classes."""
+
+    def __init__(self, source: Source, decode: Decode | None = None) -> None:
+        self.source, self.decode = source, decode
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.__getitems__([int(i)])[0]
+
+    def __getitems__(self, ids: Sequence[int]) -> Samples:
+        data, counts = self.source.read_counted(ids)
+        decoded = [self._decoded(part) for part in data]
+        broken = {k: part.reason for k, part in enumerate(decoded) if isinstance(part, Broken)}
+        labels = self.source.labels[np.asarray(ids, dtype=np.int64)]
+        if len(broken) == len(ids):
+            raise DataError(
+                f"All {len(ids)} samples of a batch are broken; the first, {self.source.names[ids[0]]!r}: {broken[0]}."
+            )
+        for k in broken:
+            decoded[k] = decoded[substitute(k, labels, broken)]
+        samples = Samples(zip(decoded, labels.tolist(), strict=True) if self.source.classes else decoded)
+        samples.broken, samples.counts = broken, asdict(counts)
+        return samples
+
+    def fingerprints(self, ids: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Checksums of the index as int64 [B]; 0 where it has none."""
+        return self.source.index.check[np.asarray(ids, dtype=np.int64)].view(np.int64)
+
+    def _decoded(self, data: bytes | Broken) -> Any:
+        if self.decode is None or isinstance(data, Broken):
+            return data
+        try:
+            return self.decode(data)
+        except SalienceError:  # a missing package, say
+            raise
+        except Exception as error:  # a decoder fed with rubbish may raise anything
+            return Broken(f"it cannot be decoded ({type(error).__name__}: {str(error)[:200]})")
+
+
+def substitute(position: int, labels: npt.NDArray[np.int32], broken: dict[int, str]) -> int:
+    """Whose data stand at a broken position: the first good sample of its class in the batch, else the first good one."""
+    good = [k for k in range(len(labels)) if k not in broken]
+    return next((k for k in good if labels[k] == labels[position]), good[0])
+
+
+class FeedCollate:
+    """The user's collate function; what there is to tell goes beside its result."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Samples) -> Fed:
+        return Fed(self.collate(samples), samples.broken, samples.counts)

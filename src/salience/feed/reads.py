@@ -1,0 +1,376 @@
+"""Reading samples from a store: neighbours in one request, failed requests repeated, slow ones doubled, bytes checked."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import statistics
+import threading
+import weakref
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from salience.errors import ConfigError, MissingExtra, StoreError
+from salience.feed import apart
+from salience.feed.index import Index
+
+if TYPE_CHECKING:
+    from salience.feed.stores import Store
+
+T = TypeVar("T")
+
+MISSING = "it is not there"
+_MEASURED = 128
+"""Requests the running median is over; hedging starts at a sixteenth of them."""
+
+
+class ReadFailed(Exception):
+    """One request failed. `again`: another may do better. `broken`: the object is at fault, not the way to it."""
+
+    def __init__(self, reason: str, *, again: bool, broken: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.again, self.broken = reason, again, broken
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """How a store is asked."""
+
+    retries: int = 8
+    """Times a failed request is repeated."""
+    deadline: float = 60.0
+    """Seconds for one request with all its repetitions; half of them for a single one."""
+    concurrency: int = 32
+    """Requests at the same time, in each process."""
+    first_pause: float = 0.1
+    longest_pause: float = 5.0
+    hedge_after: float = 4.0
+    """A second request is sent when the first takes this many times the running median..."""
+    hedge_least: float = 0.05
+    """...and at least these seconds..."""
+    hedge_share: float = 0.05
+    """...while such requests are at most this share of all."""
+    gap: int = 64 * 1024
+    """Bytes between two samples of a shard that are read rather than asked for apart."""
+    longest: int = 8 * 1024 * 1024
+    """Bytes of one request for several samples."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("retries", 0), ("concurrency", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
+        if not self.deadline > 0:
+            raise ConfigError(f"deadline is {self.deadline} seconds; it must be above 0.")
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A sample that cannot be read, and why."""
+
+    reason: str
+
+
+@dataclass(slots=True)
+class Counts:
+    """What was asked of a store and what it sent."""
+
+    samples: int = 0
+    """Samples that were asked for."""
+    bytes_used: int = 0
+    """Bytes of the samples that were handed on."""
+    bytes_sent: int = 0
+    """Bytes of all whole answers: gaps between samples, doubled requests and wrong bytes included."""
+    requests: int = 0
+    """Requests, repeated and doubled ones included."""
+    retried: int = 0
+    hedged: int = 0
+    """Second requests sent because the first was slow."""
+
+    @property
+    def bytes_wasted(self) -> int:
+        return self.bytes_sent - self.bytes_used
+
+    def add(self, other: Counts) -> None:
+        for name, value in asdict(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+def backoff(attempt: int, seed: str, policy: Policy) -> float:
+    """Seconds before repetition `attempt` = 0, 1, ...: u * min(longest, first * 2^attempt), u uniform in [0, 1).
+
+    Full jitter (Brooker, "Exponential backoff and jitter", 2015). u depends on the request alone, so runs repeat.
+    """
+    return random.Random(f"{seed}:{attempt}").random() * min(policy.longest_pause, policy.first_pause * 2**attempt)
+
+
+def patience(size: int, median_seconds: float, median_size: float, policy: Policy) -> float:
+    """Seconds to wait for `size` bytes before asking twice: hedge_after * median, more for more bytes than usual."""
+    return max(policy.hedge_least, policy.hedge_after * median_seconds * max(1.0, size / max(median_size, 1)))
+
+
+def should_hedge(waited: float, limit: float, *, hedged: int, requests: int, share: float) -> bool:
+    """Whether to ask twice: the wait is over `limit` and doubled requests stay within their share (one is always free).
+
+    Dean and Barroso, "The tail at scale", 2013.
+    """
+    return waited >= limit and hedged < max(1.0, share * requests)
+
+
+def coalesce(starts: Sequence[int], stops: Sequence[int], *, gap: int, longest: int) -> list[slice]:
+    """Runs of ranges (sorted by start) that one request each can bring: holes <= gap, a run <= longest bytes."""
+    runs: list[slice] = []
+    first = 0
+    for i in range(1, len(starts) + 1):
+        if i == len(starts) or starts[i] - stops[i - 1] > gap or stops[i] - starts[first] > longest:
+            runs.append(slice(first, i))
+            first = i
+    return runs
+
+
+async def retried(
+    ask: Callable[[], Awaitable[T]], policy: Policy, seed: str, again: Callable[[], None] = lambda: None
+) -> T:
+    """Ask until there is an answer, an error that repeating does not mend, or attempts or the deadline are used up."""
+    clock = asyncio.get_running_loop().time
+    end = clock() + policy.deadline
+    attempt = 0
+    while True:
+        try:
+            return await asyncio.wait_for(ask(), min(policy.deadline / 2, end - clock()))
+        except TimeoutError:
+            failed = ReadFailed("it took too long", again=True)
+        except ReadFailed as error:
+            failed = error
+        pause = backoff(attempt, seed, policy)
+        if not failed.again or attempt >= policy.retries or clock() + pause >= end:
+            raise failed
+        await asyncio.sleep(pause)
+        attempt += 1
+        again()
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Bytes of one object, and the samples in them."""
+
+    path: str
+    start: int
+    stop: int
+    ids: tuple[int, ...]
+
+
+class _Live:
+    """What reads share in one process: the event loop in its thread, free slots, and how long requests take."""
+
+    def __init__(self, concurrency: int) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.slots = asyncio.Semaphore(concurrency)
+        self.seconds: deque[tuple[float, int]] = deque(maxlen=_MEASURED)
+        """Seconds and bytes of the last requests."""
+        self.sent = self.hedged = 0
+        threading.Thread(target=_run, args=(self.loop,), name="salience-reads", daemon=True).start()
+        weakref.finalize(self, _stop, self.loop, os.getpid())
+
+    def limit(self, size: int, policy: Policy) -> float | None:
+        """Seconds after which a request for `size` bytes is slow; None as long as too little is known."""
+        if len(self.seconds) < _MEASURED // 16:
+            return None
+        seconds, sizes = zip(*self.seconds, strict=True)
+        return patience(size, statistics.median(seconds), statistics.median(sizes), policy)
+
+
+class Reader:
+    """Reads samples of an index from a store: `read(ids)` from any thread, after a fork, and in spawned workers.
+
+    Requests run on an event loop in a thread of its own, made in each process when it first reads.
+    """
+
+    def __init__(self, store: Store, index: Index, policy: Policy | None = None) -> None:
+        self.store, self.index, self.policy = store, index, policy or Policy()
+        self.counts = Counts()
+        self._checks = _checksum() if len(index) and bool(index.check.any()) else None
+        self._live: dict[int, _Live] = {}  # by process
+        self._apart: apart.Apart[Sequence[int], tuple[list[bytes | Broken], Counts]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"store": self.store, "index": self.index, "policy": self.policy}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)
+
+    def read(self, ids: Sequence[int]) -> list[bytes | Broken]:
+        """The bytes of each sample, or what is wrong with it; StoreError where the store cannot be reached."""
+        wrong = [i for i in ids if not 0 <= i < len(self.index)]
+        if wrong:
+            raise IndexError(f"sample {wrong[0]} of {len(self.index)}")
+        if self.store.far and apart.needed():
+            data, counts = self._beside(ids)
+            self.counts.add(counts)
+            return data
+        return self._read_here(ids)
+
+    def _beside(self, ids: Sequence[int]) -> tuple[list[bytes | Broken], Counts]:
+        """Read in a process of its own, so that this one can still fork loader workers."""
+        if self._apart is None or not self._apart.alive:
+            here = weakref.proxy(self)  # what the process holds must not keep this reader
+            self._apart = apart.Apart[Sequence[int], tuple[list[bytes | Broken], Counts]](
+                lambda ids: (here._read_here(ids), here.take_counts())
+            )
+        return self._apart(ids)
+
+    def _read_here(self, ids: Sequence[int]) -> list[bytes | Broken]:
+        future = asyncio.run_coroutine_threadsafe(self._read(sorted(set(ids))), self._here.loop)
+        try:
+            found = future.result()
+        except BaseException:
+            future.cancel()
+            raise
+        return [found[i] for i in ids]
+
+    def take_counts(self) -> Counts:
+        """What was counted in this process since the last call."""
+        taken, self.counts = self.counts, Counts()
+        return taken
+
+    @property
+    def _here(self) -> _Live:
+        process = os.getpid()
+        if process not in self._live:
+            self.counts = Counts()
+            self._live.setdefault(process, _Live(self.policy.concurrency))  # of two threads, one is first
+        return self._live[process]
+
+    async def _read(self, ids: list[int]) -> dict[int, bytes | Broken]:
+        found: dict[int, bytes | Broken] = dict.fromkeys(ids, b"")
+        spans = self._spans(ids)
+        if not self.store.far:  # one after the other, which never waits: tasks would cost more than the reads
+            for span in spans:
+                found.update(await self._read_span(span))
+        else:
+            tasks = [asyncio.ensure_future(self._read_span(span)) for span in spans]
+            try:
+                for part in await asyncio.gather(*tasks):
+                    found.update(part)
+            finally:
+                for task in tasks:
+                    task.cancel()
+        self.counts.samples += len(found)
+        self.counts.bytes_used += sum(len(data) for data in found.values() if isinstance(data, bytes))
+        return found
+
+    def _spans(self, ids: list[int]) -> list[_Span]:
+        """Requests for these samples; one without bytes needs none."""
+        index, chosen = self.index, np.array(ids, dtype=np.int64)
+        chosen = chosen[index.size[chosen] > 0]
+        alone = chosen[index.shard[chosen] < 0]
+        spans = [_Span(index.path(i), 0, int(index.size[i]), (i,)) for i in alone.tolist()]
+        for shard in np.unique(index.shard[chosen][index.shard[chosen] >= 0]).tolist():
+            inside = chosen[index.shard[chosen] == shard]
+            inside = inside[np.argsort(index.offset[inside], kind="stable")]
+            starts: list[int] = index.offset[inside].tolist()
+            stops: list[int] = (index.offset[inside] + index.size[inside]).tolist()
+            for run in coalesce(starts, stops, gap=self.policy.gap, longest=self.policy.longest):
+                spans.append(
+                    _Span(index.shards[shard], starts[run.start], max(stops[run]), tuple(inside[run].tolist()))
+                )
+        return spans
+
+    async def _read_span(self, span: _Span) -> dict[int, bytes | Broken]:
+        data = await self._fetch(span)
+        if isinstance(data, Broken):
+            return dict.fromkeys(span.ids, data)
+        found: dict[int, bytes | Broken] = {}
+        for i in span.ids:
+            start = 0 if self.index.shard[i] < 0 else int(self.index.offset[i]) - span.start
+            part = data[start : start + int(self.index.size[i])]
+            found[i] = part if self._right(i, part) else await self._once_more(span, i)
+        return found
+
+    async def _once_more(self, span: _Span, i: int) -> bytes | Broken:
+        """Wrong bytes may have gone wrong on the way: ask for this sample alone."""
+        self.counts.retried += 1
+        start = 0 if self.index.shard[i] < 0 else int(self.index.offset[i])
+        data = await self._fetch(_Span(span.path, start, start + int(self.index.size[i]), (i,)))
+        if isinstance(data, Broken) or self._right(i, data):
+            return data
+        return Broken("its bytes do not have the checksum of the index")
+
+    def _right(self, i: int, data: bytes) -> bool:
+        check = int(self.index.check[i])
+        return not check or self._checks is None or self._checks(data) == check
+
+    async def _fetch(self, span: _Span) -> bytes | Broken:
+        def again() -> None:
+            self.counts.retried += 1
+
+        try:
+            if not self.store.far:
+                return await self._request(span)
+            async with self._here.slots:
+                return await retried(lambda: self._patiently(span), self.policy, f"{span.path}:{span.start}", again)
+        except ReadFailed as failed:
+            if failed.broken:
+                return Broken(failed.reason)
+            raise StoreError(
+                f"{span.path!r} in {self.store.url} cannot be read: {failed.reason}. "
+                "Nothing is wrong with the run: go on from its last checkpoint when the store answers."
+            ) from None
+
+    async def _patiently(self, span: _Span) -> bytes:
+        """One request, and a second one beside it when it is slow; the first answer wins and the other is cancelled."""
+        tasks = [asyncio.ensure_future(self._request(span))]
+        try:
+            here = self._here
+            limit = here.limit(span.stop - span.start, self.policy)
+            if limit is not None:
+                done, _ = await asyncio.wait(tasks, timeout=limit)
+                share = self.policy.hedge_share
+                if not done and should_hedge(limit, limit, hedged=here.hedged, requests=here.sent, share=share):
+                    here.hedged += 1
+                    self.counts.hedged += 1
+                    tasks.append(asyncio.ensure_future(self._request(span)))
+            waiting = set(tasks)
+            while True:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    if task.exception() is None or not waiting:
+                        return task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _request(self, span: _Span) -> bytes:
+        clock = asyncio.get_running_loop().time
+        begin = clock()
+        self._here.sent += 1
+        self.counts.requests += 1
+        data = await self.store.get_range(span.path, span.start, span.stop)
+        self.counts.bytes_sent += len(data)
+        if len(data) != span.stop - span.start:
+            raise ReadFailed(f"it is cut off: {len(data)} bytes of {span.stop - span.start}", again=True, broken=True)
+        self._here.seconds.append((clock() - begin, len(data)))
+        return data
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
+
+
+def _stop(loop: asyncio.AbstractEventLoop, process: int) -> None:
+    if process == os.getpid() and not loop.is_closed():
+        loop.call_soon_threadsafe(loop.stop)
+
+
+def _checksum() -> Callable[[bytes], int]:
+    try:
+        import xxhash
+    except ImportError:
+        raise MissingExtra.of("xxhash", "feed", "checking the bytes of an index with checksums") from None
+    return xxhash.xxh3_64_intdigest

@@ -1,0 +1,172 @@
+"""salience.Source: samples in a folder, in tar shards or in an object store, by number."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from salience.errors import DataError
+from salience.feed.index import FILE, Index, Names, check_path, classes_of
+from salience.feed.reads import Broken, Counts, Policy, Reader
+from salience.feed.stores import LocalStore, Store, open_store
+from salience.feed.tars import index_tars
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Layout:
+    """Where samples lie, for plans that read neighbours together."""
+
+    shard: npt.NDArray[np.int32]
+    """int32 [N]; -1 where the sample is an object of its own."""
+    offset: npt.NDArray[np.int64]
+    size: npt.NDArray[np.int64]
+
+
+class Source:
+    """N samples at `url`, read by number: a folder, tar shards with their byte index, or a prefix of an object store.
+
+        source = salience.Source("s3://bucket/shards")
+        loader = salience.Loader(source, batch_size=128, decode=my_decode)
+
+    An `index.npz` below `url` is used, or the `index` given (a path, or an Index). Without one, every object is
+    a sample and the directory it lies in its class. `retries` repeats failed requests, `deadline` is the seconds one may
+    take with its repetitions, `concurrency` the requests at a time in each process. Credentials come from the
+    environment or the cloud's own configuration.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        index: Index | str | os.PathLike[str] | None = None,
+        retries: int = 8,
+        deadline: float = 60.0,
+        concurrency: int = 32,
+    ) -> None:
+        policy = Policy(retries=retries, deadline=deadline, concurrency=concurrency)
+        store, only = _opened(os.fspath(url))
+        self.url = store.url if only is None else f"{store.url}/{only}"
+        self.index = _find_index(store, only, index)
+        _check_unchanged(store, self.index)
+        self.stats = Counts()
+        """What was asked of the store and what it sent, as far as batches were delivered."""
+        self._reader = Reader(store, self.index, policy)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __repr__(self) -> str:
+        return f"Source({self.url!r}, {len(self):,} samples, {len(self.classes)} classes)"
+
+    @property
+    def labels(self) -> npt.NDArray[np.int32]:
+        """int32 [N], index into `classes`; -1 where not known."""
+        return self.index.label
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.index.classes
+
+    @property
+    def names(self) -> Names:
+        """The sample's name in its shard, or its path."""
+        return self.index.names
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Bytes of each sample, int64 [N]."""
+        return self.index.size
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(shard=self.index.shard, offset=self.index.offset, size=self.index.size)
+
+    def read(self, ids: Sequence[int]) -> list[bytes | Broken]:
+        """The bytes of each sample, or a Broken that says what is wrong with it."""
+        data, counts = self.read_counted(ids)
+        self.stats.add(counts)
+        return data
+
+    def read_counted(self, ids: Sequence[int]) -> tuple[list[bytes | Broken], Counts]:
+        """For workers, whose counts travel with the batch."""
+        data = self._reader.read(ids)
+        return data, self._reader.take_counts()
+
+
+def _opened(url: str) -> tuple[Store, str | None]:
+    """The store, and the one tar in it where `url` names a tar."""
+    if not url.endswith(".tar"):
+        return open_store(url), None
+    folder, _, name = url.rpartition("/")
+    return open_store(folder or ("/" if url.startswith("/") else ".")), name
+
+
+def _find_index(store: Store, only: str | None, given: Index | str | os.PathLike[str] | None) -> Index:
+    if isinstance(given, Index):
+        return given
+    if given is not None:
+        folder, _, name = os.fspath(given).rpartition("/")
+        data = open_store(folder or ".").get(name)
+        if data is None:
+            raise DataError(f"There is no index {os.fspath(given)!r}; make it with `salience pack --index-only`.")
+        return _parsed(data)
+    if only is not None:
+        return _index_of_tar(store, only)
+    data = store.get(FILE)
+    if data is not None:
+        return _parsed(data)
+    listed = [(path, size) for path, size in store.list() if not any(part.startswith(".") for part in path.split("/"))]
+    if not listed:
+        raise DataError(f"There is nothing at {store.url}; check the spelling, and that it is a folder or prefix.")
+    if any(path.endswith(".tar") for path, _ in listed):
+        raise DataError(
+            f"{store.url} has tar shards and no {FILE}; make it with `salience pack --index-only {store.url}`."
+        )
+    return _of_objects(listed, store.url)
+
+
+def _of_objects(listed: Sequence[tuple[str, int]], url: str) -> Index:
+    """An index in which every object is a sample, and the directory it lies in its class."""
+    paths = [check_path(path, url) for path, _ in listed]
+    classes, label = classes_of(paths)
+    n = len(paths)
+    return Index(
+        names=Names.of(paths), shards=(), shard_sizes=np.empty(0, np.int64), shard=np.full(n, -1, np.int32),
+        offset=np.zeros(n, np.int64), size=np.array([size for _, size in listed], np.int64),
+        check=np.zeros(n, np.uint64), label=label, classes=classes,
+    )  # fmt: skip
+
+
+def _index_of_tar(store: Store, name: str) -> Index:
+    """Of a local tar, made by reading its headers."""
+    if store.sizes([name]) == [None]:
+        raise DataError(f"There is no {name!r} at {store.url}; check the spelling.")
+    if isinstance(store, LocalStore):
+        return index_tars([store.root / name])
+    raise DataError(f"{store.url}/{name} has no index; make it with `salience pack --index-only` and pass index=.")
+
+
+def _parsed(data: bytes) -> Index:
+    with tempfile.TemporaryDirectory(prefix="salience-") as folder:
+        path = Path(folder) / FILE
+        path.write_bytes(data)
+        return Index.load(path)
+
+
+def _check_unchanged(store: Store, index: Index) -> None:
+    for path, then, now in zip(index.shards, index.shard_sizes.tolist(), store.sizes(index.shards), strict=True):
+        if now is None:
+            raise DataError(
+                f"{store.url} has no shard {path!r}, which its index names; it was moved, or was never there."
+            )
+        if now != then:
+            raise DataError(
+                f"{path!r} at {store.url} has {now:,} bytes and had {then:,} when its index was made; make the index again "
+                "with `salience pack --index-only`."
+            )
