@@ -124,7 +124,7 @@ class LocalStore:
     async def get_range(self, path: str, start: int, stop: int) -> bytes:
         """Never waits, and an error of a local file is not repeated."""
         try:
-            with self._path(path).open("rb", buffering=0) as handle:
+            with self._path(path).open("rb") as handle:
                 handle.seek(start)
                 return handle.read(stop - start)
         except FileNotFoundError:
