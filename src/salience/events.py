@@ -9,8 +9,10 @@ fields depend on the kind:
     window     window, seconds, overhead, losses, ...     at each window's end
     evaluated  metric, progress                           whenever the user reports a validation result
     steered    from, to, metric, mean, spread, reason     when keep = "auto" moved the share that is kept
-    copies     samples, groups                           when copies were looked for
+    copies     samples, groups                            when copies were looked for
     findings   suspects, hard, copies, noise_rate, ...    after the last window, and when a report was asked for
+    broken     window, id, name, reason                   a sample of a Source that could not be read or decoded
+    feed       window, broken, bytes and requests, ...    at each window's end, where a Source is read
     observed   summary                                    when a report was asked for
     warning    text, ...                                  a plug-in disabled, losses that are not finite, ...
 """

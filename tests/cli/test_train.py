@@ -87,10 +87,11 @@ def test_a_folder_is_trained_on_and_the_result_shown(capsys: pytest.CaptureFixtu
     assert "Forecast:" in said
     assert "data/" not in said  # names are below the folder
     assert ".png" in said  # and the hardest samples are named by their files
-    left = ["last.pt", "ledger.npz", "names.npz", "previous.pt", "run.jsonl"]
+    left = ["copies.npz", "last.pt", "ledger.npz", "names.npz", "previous.pt", "run.jsonl"]
     assert sorted(path.name for path in Path("out").iterdir()) == left
     kinds = [event["kind"] for event in events.read("out/run.jsonl")]
-    assert kinds == ["run", "plan", "window", "evaluated", "plan", "window", "findings", "evaluated", "observed"]
+    first = ["run", "plan", "window", "evaluated", "copies"]
+    assert kinds == [*first, "plan", "window", "findings", "evaluated", "observed"]
     assert ledgers.load("out/ledger.npz").seen.tolist() == [2] * 44  # 48 less one of the 12 of each class
 
 

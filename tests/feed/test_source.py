@@ -205,6 +205,15 @@ def test_an_object_that_went_away_or_shrank_is_broken(tmp_path):
     assert third == b"text 3"
 
 
+def test_a_broken_sample_does_not_break_its_neighbours(shard_folder):
+    source = salience.Source(shard_folder)
+    with (shard_folder / "00.tar").open("r+b") as file:
+        file.truncate(int(source.layout.offset[18]) + 10)
+    found = source.read(range(20))
+    assert found[:18] == [vector(i) for i in range(18)]
+    assert [part for part in found[18:] if isinstance(part, Broken)] == found[18:]
+
+
 def test_a_sample_without_bytes_needs_no_request(tmp_path):
     (tmp_path / "1").touch()
     source = salience.Source(tmp_path)

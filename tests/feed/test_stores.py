@@ -11,7 +11,7 @@ import traceback
 import pytest
 from server import Faults, Server
 
-from salience.errors import ConfigError, MissingExtra, SalienceError, StoreError
+from salience.errors import ConfigError, DataError, MissingExtra, SalienceError, StoreError
 from salience.feed import Source, apart, stores
 from salience.feed.stores import LocalStore, open_store, shown
 
@@ -32,6 +32,15 @@ def test_a_folder_opens_as_path_and_as_url(folder, form):
     assert [path for path, _ in store.list()] == ["a/1.bin", "a/deep/3.bin", "b/2.bin"]
     assert store.sizes(["a/1.bin", "nothing"]) == [7, None]
     assert (store.get("b/2.bin"), store.get("nothing")) == (b"b/2.bin", None)
+
+
+def test_links_are_followed_but_not_in_circles(folder):
+    (folder / "c").symlink_to(folder / "b")
+    (folder / "a" / "round").symlink_to(folder)
+    assert [path for path, _ in open_store(folder).list()] == ["a/1.bin", "a/deep/3.bin", "b/2.bin", "c/2.bin"]
+    (folder / "c" / "lost").symlink_to(folder / "nothing")
+    with pytest.raises(DataError, match="link that leads nowhere"):
+        open_store(folder).list()
 
 
 def test_a_folder_needs_no_other_package(folder, monkeypatch):

@@ -282,9 +282,11 @@ class Reader:
 
     async def _read_span(self, span: _Span) -> dict[int, bytes | Broken]:
         data = await self._fetch(span)
-        if isinstance(data, Broken):
-            return dict.fromkeys(span.ids, data)
         found: dict[int, bytes | Broken] = {}
+        if isinstance(data, Broken):  # whose fault it is must not depend on which samples were read together
+            for i in span.ids:
+                found.update({i: data} if len(span.ids) == 1 else await self._read_span(self._alone(span, i)))
+            return found
         for i in span.ids:
             start = 0 if self.index.shard[i] < 0 else int(self.index.offset[i]) - span.start
             part = data[start : start + int(self.index.size[i])]
@@ -294,11 +296,14 @@ class Reader:
     async def _once_more(self, span: _Span, i: int) -> bytes | Broken:
         """Wrong bytes may have gone wrong on the way: ask for this sample alone."""
         self.counts.retried += 1
-        start = 0 if self.index.shard[i] < 0 else int(self.index.offset[i])
-        data = await self._fetch(_Span(span.path, start, start + int(self.index.size[i]), (i,)))
+        data = await self._fetch(self._alone(span, i))
         if isinstance(data, Broken) or self._right(i, data):
             return data
         return Broken("its bytes do not have the checksum of the index")
+
+    def _alone(self, span: _Span, i: int) -> _Span:
+        start = 0 if self.index.shard[i] < 0 else int(self.index.offset[i])
+        return _Span(span.path, start, start + int(self.index.size[i]), (i,))
 
     def _right(self, i: int, data: bytes) -> bool:
         check = int(self.index.check[i])

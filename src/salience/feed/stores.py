@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from salience.errors import ConfigError, MissingExtra, SalienceError, StoreError, did_you_mean
+from salience.errors import ConfigError, DataError, MissingExtra, SalienceError, StoreError, did_you_mean
 from salience.feed import apart
 from salience.feed.index import check_path
 from salience.feed.reads import MISSING, Policy, ReadFailed, retried
@@ -110,11 +110,15 @@ class LocalStore:
 
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
         found: list[tuple[str, int]] = []
-        for folder, _, files in os.walk(self.root / prefix, followlinks=True):
-            below = Path(folder).relative_to(self.root).as_posix()
-            found += [
-                (file if below == "." else f"{below}/{file}", (Path(folder) / file).stat().st_size) for file in files
-            ]
+        for folder, folders, files in os.walk(self.root / prefix, followlinks=True):
+            here, below = Path(folder), Path(folder).relative_to(self.root)
+            folders[:] = [
+                name for name in folders if not here.resolve().is_relative_to((here / name).resolve())
+            ]  # loops
+            for file in files:
+                if not (here / file).exists():
+                    raise DataError(f"{here / file} is a link that leads nowhere; remove or mend it.")
+                found.append(((below / file).as_posix(), (here / file).stat().st_size))
         return sorted(found)
 
     def get(self, path: str) -> bytes | None:
