@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ def _decode(job: tuple[str, str, str, int, int]) -> np.ndarray:
     return np.stack([images[i][0].numpy() for i in range(start, min(stop, len(images)))])
 
 
-def load(path: str, cache: str = "/tmp/salience-bench") -> Data:
+def load(path: str, cache: str = str(Path(tempfile.gettempdir()) / "salience-bench")) -> Data:
     """x uint8 [N, 3, 32, 32] and y int64 [N] of both splits, decoded in parallel once and kept as .npz."""
     kept = Path(cache) / "cifar10.npz"
     if kept.exists():
@@ -106,8 +107,6 @@ class Spec:
     """The model's outputs are multiplied by this."""
     noise: str = ""
     share: float = 0.0
-    pick: float = 0.0
-    """Selective backprop: share of each batch that goes into the gradient."""
     copies: float = 0.0
     """This share of the images are near-copies of others."""
     attach: bool = False
@@ -207,11 +206,6 @@ def train(spec: Spec, data: Data, device: str = "cuda", keep: list[nn.Module] | 
             )
             targets = y[ids]
             forward += len(ids)
-            if spec.pick:
-                with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=device != "cpu"):
-                    losses = F.cross_entropy(model(inputs).float() * spec.scale, targets, reduction="none")
-                keep = selector.pick(losses, share=spec.pick)
-                inputs, targets = inputs[keep], targets[keep]
             with torch.autocast("cuda", torch.bfloat16, enabled=device != "cpu"):
                 logits = model(inputs) * spec.scale
             losses = F.cross_entropy(logits.float(), targets, reduction="none")
@@ -225,7 +219,7 @@ def train(spec: Spec, data: Data, device: str = "cuda", keep: list[nn.Module] | 
             history.append((epoch, *noise_found(selector, labels != truth).values()))
     torch.cuda.synchronize() if device != "cpu" else None
     seconds = time.perf_counter() - begin
-    if not spec.plain and not spec.pick:
+    if not spec.plain:
         backward = int(selector.ledger.trained.sum()) + round(extra * len(y))
     if keep is not None:
         keep.append(model)

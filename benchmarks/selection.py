@@ -69,6 +69,7 @@ def specs() -> dict[str, list[Spec]]:
     ]
     noise += [replace(shorter, noise=kind, share=share) for kind, share in NOISES]
     noise += [Spec(name="el2n", select="el2n", noise=kind, share=share) for kind, share in NOISES]
+    noise += [Spec(name="perfect_filter", select=("oracle", RANDOM), noise=kind, share=share) for kind, share in NOISES]
     doubled = Spec(name="copies_full", plain=True, copies=0.3)
     once = Spec(name="copies_once", select=ONCE, copies=0.3, attach=True)
     given = replace(once, name="copies_given", attach=False, thumbnails=True)

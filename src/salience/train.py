@@ -297,7 +297,7 @@ def find_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         return torch.empty(1, device=name).device  # with its number, where it has one
-    except (RuntimeError, AssertionError, NotImplementedError) as cause:
+    except (RuntimeError, AssertionError, NotImplementedError) as cause:  # torch asserts where CUDA is not built in
         raise ConfigError(
             f"There is no device {name!r} here ({str(cause).partition(chr(10))[0]}); `salience doctor` lists what there is."
         ) from cause

@@ -90,3 +90,10 @@ def test_the_demo_gets_its_options(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("salience.demo", sys.modules["salience.demo"], raising=False)
     assert main(["demo", "--quick", "--samples", "50"]) == 0
     assert given == {"samples": 50, "epochs": 0, "seed": 0, "quick": True}
+
+
+def test_a_mistyped_option_names_the_nearest(capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "--data", "x", "--slect", "default"]) == 2
+    said = capsys.readouterr().err
+    assert "takes no '--slect'" in said
+    assert "Did you mean '--select'" in said

@@ -18,7 +18,7 @@ from test_source import decode, packed, shards, vector
 import salience
 from salience.errors import StoreError
 from salience.feed import Broken
-from salience.feed.reads import Policy, Reader
+from salience.feed.reads import Reader, Terms
 from salience.feed.source import _of_objects
 from salience.feed.stores import open_store
 
@@ -97,7 +97,7 @@ def test_a_killed_worker_stops_the_run_and_the_resumed_one_delivers_the_rest(ser
 def test_a_stalled_request_is_doubled(served):
     with Server(served, Faults(stalled=lambda path, nth: path == "03.tar" and nth == 0)) as server:
         index = far_apart()[1]
-        reader = Reader(open_store(server.url), index, Policy(hedge_share=0.5))
+        reader = Reader(open_store(server.url), index, Terms(hedge_share=0.5))
         ids = list(range(50))
         assert reader.read(ids) == [vector(i) for i in ids]
         assert reader.read([150]) == [vector(150)]

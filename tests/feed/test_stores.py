@@ -105,7 +105,7 @@ def test_what_may_be_secret_is_not_shown():
 def test_no_error_tells_a_secret(url, configured, monkeypatch, caplog, capfd):
     """The stores are sent to a port where nobody answers, or to a metadata service that does not exist."""
     caplog.set_level(logging.DEBUG)
-    monkeypatch.setattr("salience.feed.stores._POLICY", stores.Policy(retries=0, deadline=5))
+    monkeypatch.setattr("salience.feed.stores._POLICY", stores.Terms(retries=0, deadline=5))
     nobody = "http://127.0.0.1:9"
     for name in list(os.environ):
         if name.startswith(("AWS_", "GOOGLE_", "AZURE_")):

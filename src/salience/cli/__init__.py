@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from types import ModuleType
 
 from salience.cli import demo, doctor, pack, plugins, scores, train
 from salience.cli.text import sentence
-from salience.errors import SalienceError
+from salience.errors import ConfigError, SalienceError, did_you_mean
 
 COMMANDS: tuple[ModuleType, ...] = (demo, train, pack, scores, plugins, doctor)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command line. Returns the exit status: 0, 2 for an error with a known cause, 130 for Ctrl-C."""
-    args = parser().parse_args(argv)
+    args, unknown = parser().parse_known_args(argv)
     try:
+        if unknown:
+            known = set(re.findall(r"--[a-z][a-z-]*", args.parser.format_help()))
+            raise ConfigError(f"This command takes no {unknown[0]!r}.{did_you_mean(unknown[0], known)}")
         status: int = args.run(args)
         sys.stdout.flush()
         return status

@@ -28,7 +28,7 @@ def subcommand(commands: Any, name: str, docstring: str | None, run: Any) -> arg
         description=text,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.set_defaults(run=run)
+    made.set_defaults(run=run, parser=made)
     return made
 
 

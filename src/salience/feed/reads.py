@@ -38,7 +38,7 @@ class ReadFailed(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Policy:
+class Terms:
     """How a store is asked."""
 
     retries: int = 8
@@ -100,17 +100,17 @@ class Counts:
             setattr(self, name, getattr(self, name) + value)
 
 
-def backoff(attempt: int, seed: str, policy: Policy) -> float:
+def backoff(attempt: int, seed: str, terms: Terms) -> float:
     """Seconds before repetition `attempt` = 0, 1, ...: u * min(longest, first * 2^attempt), u uniform in [0, 1).
 
     Full jitter (Brooker, "Exponential backoff and jitter", 2015). u depends on the request alone, so runs repeat.
     """
-    return random.Random(f"{seed}:{attempt}").random() * min(policy.longest_pause, policy.first_pause * 2**attempt)
+    return random.Random(f"{seed}:{attempt}").random() * min(terms.longest_pause, terms.first_pause * 2**attempt)
 
 
-def patience(size: int, median_seconds: float, median_size: float, policy: Policy) -> float:
+def patience(size: int, median_seconds: float, median_size: float, terms: Terms) -> float:
     """Seconds to wait for `size` bytes before asking twice: hedge_after * median, more for more bytes than usual."""
-    return max(policy.hedge_least, policy.hedge_after * median_seconds * max(1.0, size / max(median_size, 1)))
+    return max(terms.hedge_least, terms.hedge_after * median_seconds * max(1.0, size / max(median_size, 1)))
 
 
 def should_hedge(waited: float, limit: float, *, hedged: int, requests: int, share: float) -> bool:
@@ -133,21 +133,21 @@ def coalesce(starts: Sequence[int], stops: Sequence[int], *, gap: int, longest: 
 
 
 async def retried(
-    ask: Callable[[], Awaitable[T]], policy: Policy, seed: str, again: Callable[[], None] = lambda: None
+    ask: Callable[[], Awaitable[T]], terms: Terms, seed: str, again: Callable[[], None] = lambda: None
 ) -> T:
     """Ask until there is an answer, an error that repeating does not mend, or attempts or the deadline are used up."""
     clock = asyncio.get_running_loop().time
-    end = clock() + policy.deadline
+    end = clock() + terms.deadline
     attempt = 0
     while True:
         try:
-            return await asyncio.wait_for(ask(), min(policy.deadline / 2, end - clock()))
+            return await asyncio.wait_for(ask(), min(terms.deadline / 2, end - clock()))
         except TimeoutError:
             failed = ReadFailed("it took too long", again=True)
         except ReadFailed as error:
             failed = error
-        pause = backoff(attempt, seed, policy)
-        if not failed.again or attempt >= policy.retries or clock() + pause >= end:
+        pause = backoff(attempt, seed, terms)
+        if not failed.again or attempt >= terms.retries or clock() + pause >= end:
             raise failed
         await asyncio.sleep(pause)
         attempt += 1
@@ -176,12 +176,12 @@ class _Live:
         threading.Thread(target=_run, args=(self.loop,), name="salience-reads", daemon=True).start()
         weakref.finalize(self, _stop, self.loop, os.getpid())
 
-    def limit(self, size: int, policy: Policy) -> float | None:
+    def limit(self, size: int, terms: Terms) -> float | None:
         """Seconds after which a request for `size` bytes is slow; None as long as too little is known."""
         if len(self.seconds) < _MEASURED // 16:
             return None
         seconds, sizes = zip(*self.seconds, strict=True)
-        return patience(size, statistics.median(seconds), statistics.median(sizes), policy)
+        return patience(size, statistics.median(seconds), statistics.median(sizes), terms)
 
 
 class Reader:
@@ -190,15 +190,15 @@ class Reader:
     Requests run on an event loop in a thread of its own, made in each process when it first reads.
     """
 
-    def __init__(self, store: Store, index: Index, policy: Policy | None = None) -> None:
-        self.store, self.index, self.policy = store, index, policy or Policy()
+    def __init__(self, store: Store, index: Index, terms: Terms | None = None) -> None:
+        self.store, self.index, self.terms = store, index, terms or Terms()
         self.counts = Counts()
         self._checks = _checksum() if len(index) and bool(index.check.any()) else None
         self._live: dict[int, _Live] = {}  # by process
         self._apart: apart.Apart[Sequence[int], tuple[list[bytes | Broken], Counts]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"store": self.store, "index": self.index, "policy": self.policy}
+        return {"store": self.store, "index": self.index, "terms": self.terms}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
@@ -242,7 +242,7 @@ class Reader:
         process = os.getpid()
         if process not in self._live:
             self.counts = Counts()
-            self._live.setdefault(process, _Live(self.policy.concurrency))  # of two threads, one is first
+            self._live.setdefault(process, _Live(self.terms.concurrency))  # of two threads, one is first
         return self._live[process]
 
     async def _read(self, ids: list[int]) -> dict[int, bytes | Broken]:
@@ -274,7 +274,7 @@ class Reader:
             inside = inside[np.argsort(index.offset[inside], kind="stable")]
             starts: list[int] = index.offset[inside].tolist()
             stops: list[int] = (index.offset[inside] + index.size[inside]).tolist()
-            for run in coalesce(starts, stops, gap=self.policy.gap, longest=self.policy.longest):
+            for run in coalesce(starts, stops, gap=self.terms.gap, longest=self.terms.longest):
                 spans.append(
                     _Span(index.shards[shard], starts[run.start], max(stops[run]), tuple(inside[run].tolist()))
                 )
@@ -317,7 +317,7 @@ class Reader:
             if not self.store.far:
                 return await self._request(span)
             async with self._here.slots:
-                return await retried(lambda: self._patiently(span), self.policy, f"{span.path}:{span.start}", again)
+                return await retried(lambda: self._patiently(span), self.terms, f"{span.path}:{span.start}", again)
         except ReadFailed as failed:
             if failed.broken:
                 return Broken(failed.reason)
@@ -331,10 +331,10 @@ class Reader:
         tasks = [asyncio.ensure_future(self._request(span))]
         try:
             here = self._here
-            limit = here.limit(span.stop - span.start, self.policy)
+            limit = here.limit(span.stop - span.start, self.terms)
             if limit is not None:
                 done, _ = await asyncio.wait(tasks, timeout=limit)
-                share = self.policy.hedge_share
+                share = self.terms.hedge_share
                 if not done and should_hedge(limit, limit, hedged=here.hedged, requests=here.sent, share=share):
                     here.hedged += 1
                     self.counts.hedged += 1

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from salience.errors import DataError
 from salience.feed.index import FILE, Index, Names, check_path, classes_of
-from salience.feed.reads import Broken, Counts, Policy, Reader
+from salience.feed.reads import Broken, Counts, Reader, Terms
 from salience.feed.stores import LocalStore, Store, open_store
 from salience.feed.tars import index_tars
 
@@ -49,14 +49,14 @@ class Source:
         deadline: float = 60.0,
         concurrency: int = 32,
     ) -> None:
-        policy = Policy(retries=retries, deadline=deadline, concurrency=concurrency)
+        terms = Terms(retries=retries, deadline=deadline, concurrency=concurrency)
         store, only = _opened(os.fspath(url))
         self.url = store.url if only is None else f"{store.url}/{only}"
         self.index = _find_index(store, only, index)
         _check_unchanged(store, self.index)
         self.stats = Counts()
         """What was asked of the store and what it sent, as far as batches were delivered."""
-        self._reader = Reader(store, self.index, policy)
+        self._reader = Reader(store, self.index, terms)
 
     def __len__(self) -> int:
         return len(self.index)

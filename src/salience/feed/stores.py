@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib.util
 import os
 import re
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 from salience.errors import ConfigError, DataError, MissingExtra, SalienceError, StoreError, did_you_mean
 from salience.feed import apart
 from salience.feed.index import check_path
-from salience.feed.reads import MISSING, Policy, ReadFailed, retried
+from salience.feed.reads import MISSING, ReadFailed, Terms, retried
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -36,7 +37,7 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _AT_ONCE = 32
 """Sizes asked for at the same time."""
 
-_POLICY = Policy()
+_POLICY = Terms()
 """Of questions about objects; reads have that of their Source."""
 
 
@@ -143,7 +144,7 @@ class LocalStore:
 
 
 class RemoteStore:
-    """An object store or an HTTP server, through `obstore`; the retry policy is ours (`reads`), so it makes none."""
+    """An object store or an HTTP server, through `obstore`; the retry terms is ours (`reads`), so it makes none."""
 
     far = True
 
@@ -261,7 +262,5 @@ class RemoteStore:
 
 
 def _obstore() -> None:
-    try:
-        import obstore.store as _  # pyright: ignore[reportUnusedImport] # noqa: F401
-    except ImportError:
-        raise MissingExtra.of("obstore", "feed", "reading from an object store or over HTTP") from None
+    if importlib.util.find_spec("obstore") is None:
+        raise MissingExtra.of("obstore", "feed", "reading from an object store or over HTTP")

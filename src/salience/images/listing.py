@@ -176,7 +176,9 @@ def _from_folder(where: Path, split: str | None, cache: Path, progress: Progress
     if not own:
         if strays:
             raise _no_classes(where, split)
-        raise DataError(f"{where} holds no class folders with images{_in(split)}")
+        raise DataError(
+            f"{where} holds no class folders with images{_in(split)}; make a folder for each class, its images inside"
+        )
 
     names: list[bytes] = []
     labels: list[npt.NDArray[np.int32]] = []

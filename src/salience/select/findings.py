@@ -60,7 +60,7 @@ class Hard:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Copies:
+class CopyGroup:
     """Samples so alike that one stands for all."""
 
     id: int
@@ -90,7 +90,7 @@ class Findings:
     """Groups of near-copies; None where nobody looked for any."""
     spare: int | None
     """Samples that another one stands for."""
-    copies: tuple[Copies, ...]
+    copies: tuple[CopyGroup, ...]
 
 
 def findings(
@@ -239,7 +239,7 @@ def _first(ids: Ids, value: Floats, top: int | None) -> Ids:
 # ---------------------------------------------------------------- near-copies
 
 
-def copies(group: npt.NDArray[np.int32], similarity: Floats, *, top: int | None = None) -> list[Copies]:
+def copies(group: npt.NDArray[np.int32], similarity: Floats, *, top: int | None = None) -> list[CopyGroup]:
     """Groups of near-copies, the largest first, of equal ones the firmest; the most similar member stands for its group."""
     _check_groups(group, similarity)
     sizes = _sizes(group)
@@ -251,7 +251,7 @@ def copies(group: npt.NDArray[np.int32], similarity: Floats, *, top: int | None 
     ids = ids[np.lexsort((-similarity[ids], group[ids]))]  # stable: the lower id on a tie
     ends = np.cumsum(np.bincount(group[ids], minlength=len(sizes)))
     return [
-        Copies(
+        CopyGroup(
             id=int(ids[ends[g] - sizes[g]]),
             members=tuple(sorted(ids[ends[g] - sizes[g] : ends[g]].tolist())),
             confidence=float(least[g]),
