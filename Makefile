@@ -5,12 +5,12 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow lint bench clean
+.PHONY: demo test test-slow lint redis bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/salience demo
 
-test: lint
+test: lint redis
 	$(BIN)/python -m pytest -n 2 --cov --cov-report=term
 
 test-slow: $(VENV)/.dev
@@ -21,6 +21,13 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright -p pyproject.toml --level error
 	$(BIN)/lint-imports
+
+# A real server for the tests of the Redis tier, where it may be installed; without it they are skipped, loudly.
+redis:
+	@command -v redis-server >/dev/null || ! command -v apt-get >/dev/null || [ "$$(id -u)" != 0 ] || { \
+		echo "Installing redis-server for the tests ..."; export RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive; \
+		{ apt-get install -y redis-server || { apt-get update && apt-get install -y redis-server; }; } >/dev/null 2>&1; \
+	} || echo "redis-server cannot be installed."
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/overhead.py --quick

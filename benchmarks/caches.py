@@ -72,7 +72,7 @@ def table(
 def hit_us(n: int) -> float:
     """Microseconds of one look-up among n samples."""
     cache = policy("impact", n // 5, np.ones(n, dtype=np.int64))
-    cache.window(np.random.default_rng(0).random(n).astype(np.float32))
+    cache.window(np.random.default_rng(0).random(n).astype(np.float32), np.arange(n))
     ids = np.random.default_rng(1).integers(0, n, 100_000).tolist()
     best = np.inf
     for _ in range(5):

@@ -20,6 +20,8 @@ class Order(NamedTuple):
 
     number: int
     ids: npt.NDArray[np.int64]
+    ticket: int = -1
+    """Its place in the queue of the cache, where there is one."""
 
 
 class Fetched(NamedTuple):
@@ -38,6 +40,7 @@ class Tagged(NamedTuple):
     ids: Tensor
     batch: Any
     prints: Tensor | None = None
+    ticket: int = -1
 
 
 class Orders:
@@ -49,15 +52,17 @@ class Orders:
     def __init__(self) -> None:
         self.shard: Shard | None = None
         self.done: frozenset[int] = frozenset()
+        self.first_ticket: int | None = None
 
-    def set(self, shard: Shard, done: set[int]) -> None:
-        self.shard, self.done = shard, frozenset(done)
+    def set(self, shard: Shard, done: set[int], first_ticket: int | None = None) -> None:
+        self.shard, self.done, self.first_ticket = shard, frozenset(done), first_ticket
 
     def __iter__(self) -> Iterator[Order]:
         if self.shard is not None:
-            for number in range(len(self.shard)):
-                if number not in self.done:
-                    yield Order(number, self.shard.ids(number))
+            wanted = (number for number in range(len(self.shard)) if number not in self.done)
+            for place, number in enumerate(wanted):
+                ticket = -1 if self.first_ticket is None else self.first_ticket + place
+                yield Order(number, self.shard.ids(number), ticket)
 
     def __len__(self) -> int:
         return 0 if self.shard is None else len(self.shard) - len(self.done)
@@ -66,13 +71,14 @@ class Orders:
 class Tagging(Dataset[Any]):
     """The user's data set, asked for a whole Order at once.
 
-    A data set with a method `fingerprints(ids) -> int64 [B]` is asked for those of the samples it has just read, so that byte
-    copies are found without reading anything twice.
+    A data set with `takes_orders` is given the order itself (`take(order)`). One with a method `fingerprints(ids) -> int64 [B]`
+    is asked for those of the samples it has just read, so that byte copies are found without reading anything twice.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self._many = callable(getattr(dataset, "__getitems__", None))
+        self._whole = bool(getattr(dataset, "takes_orders", False))
         self._prints = _fingerprints(dataset)
 
     def __len__(self) -> int:
@@ -83,6 +89,8 @@ class Tagging(Dataset[Any]):
 
     def __getitems__(self, order: Order) -> Fetched:
         ids: list[int] = order.ids.tolist()
+        if self._whole:
+            return Fetched(order, self.dataset.take(order), None if self._prints is None else self._prints(ids))
         samples = self.dataset.__getitems__(ids) if self._many else [self.dataset[i] for i in ids]
         return Fetched(order, samples, None if self._prints is None else self._prints(ids))
 
@@ -108,8 +116,8 @@ class TagCollate:
 
     def __call__(self, fetched: Fetched) -> Tagged:
         order, samples, prints = fetched
-        tags = torch.from_numpy(order.ids.copy())
-        return Tagged(order.number, tags, self.collate(samples), None if prints is None else torch.from_numpy(prints))
+        tags, batch = torch.from_numpy(order.ids.copy()), self.collate(samples)
+        return Tagged(order.number, tags, batch, None if prints is None else torch.from_numpy(prints), order.ticket)
 
 
 def integer_targets(batch: Any, count: int) -> Tensor | None:

@@ -17,10 +17,13 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from salience.batches import Orders, TagCollate, Tagged, Tagging, integer_targets
 from salience.errors import ConfigError, DataError, did_you_mean
 from salience.events import EventLog
+from salience.feed.cache import Feed
 from salience.feed.dataset import Decode, Fed, FeedCollate, SourceDataset
 from salience.feed.reads import Counts
 from salience.feed.source import Source
+from salience.feed.told import told
 from salience.ledger import Ledger
+from salience.plan import Shard
 from salience.run import Run, Select
 from salience.run.base import Batch
 from salience.seeds import WORKERS, torch_seed
@@ -56,7 +59,10 @@ class Loader(Run):
 
     A `salience.Source` is read batch by batch and delivers `(decode(data), label)`, `decode` being yours: bytes to sample. A
     sample that cannot be read or decoded is stood in for by another one of the batch, with loss weight 0, and named in
-    the report; more than `max_broken` of all samples stop the run.
+    the report; more than `max_broken` of all samples stop the run. With `cache` ("4GiB", or bytes), `disk` ("/nvme/x:200GiB")
+    or `redis` ("redis://host"), one process a node reads ahead of the plan and keeps what it will want again. `views`
+    gives `decode` a read-only view of the cache's memory instead of bytes: one copy less, but it must not outlive the
+    batch.
     """
 
     def __init__(
@@ -72,6 +78,11 @@ class Loader(Run):
         collate_fn: Any = None,
         decode: Decode | None = None,
         max_broken: float = 0.01,
+        cache: int | str | None = None,
+        cache_policy: str = "planned",
+        disk: str | None = None,
+        redis: str | None = None,
+        views: bool = False,
         generator: torch.Generator | None = None,
         ledger: Ledger | str | Path | None = None,
         reference: Opinion | Sequence[Opinion] | None = None,
@@ -97,6 +108,18 @@ class Loader(Run):
         self.dataset = dataset
         self.with_ids = with_ids
         self._source = dataset.source if isinstance(dataset, SourceDataset) else None
+        self._feed: Feed | None = None
+        if cache is not None or disk is not None or redis is not None:
+            if self._source is None:
+                raise ConfigError(
+                    f"cache=, disk= and redis= are for a salience.Source, not for a {type(dataset).__name__}."
+                )
+            self._feed = Feed(
+                self._source, cache=cache or 0, policy=cache_policy, disk=disk, redis=redis, views=views,
+                batch_size=batch_size, workers=dataloader.get("num_workers", 0), group=self._group,
+            )  # fmt: skip
+            assert isinstance(dataset, SourceDataset)
+            dataset.handle = self._feed.handle
         self._max_broken = max_broken
         self._broken: dict[int, str] = {}
         """Samples found broken so far, and why."""
@@ -138,16 +161,19 @@ class Loader(Run):
         else:
             self._worker_generator.manual_seed(torch_seed(self.seed, WORKERS, self.epoch, self.rank))
         self._stand_ins = {}
-        self._orders.set(shard, self._delivered)
+        self._orders.set(shard, self._delivered, self._begin_feed(shard))
         tagged: Tagged
         for tagged in self._inner:
-            number, ids, batch, prints = tagged
+            number, ids, batch, prints, ticket = tagged
             if isinstance(batch, Fed):
                 batch = self._take_fed(number, ids, batch)
             self._deliver(number, ids.numpy(), integer_targets(batch, len(ids)), prints)
+            if self._feed is not None and self.num_workers:  # with none, the batch may still be a view of the cache
+                self._done_with(ticket)
             yield (ids, batch) if self.with_ids else batch
-        if self._source is not None:
-            self.events.emit("feed", window=self.epoch, broken=len(self._broken), **asdict(self._source.stats))
+            if self._feed is not None and not self.num_workers:
+                self._done_with(ticket)
+        self._emit_feed()
         self._close_window()
 
     def _know(self, source: Source) -> None:
@@ -159,6 +185,28 @@ class Loader(Run):
             self._group.barrier()
         if self._copies is not None:
             self._copies.prints[:] = source.index.check.view(np.int64)
+
+    def _begin_feed(self, shard: Shard) -> int | None:
+        """Tell the cache what this window wants; the ticket of its first batch."""
+        if self._feed is None:
+            return None
+        self._feed.window(shard.plan, self._delivered)
+        return self._feed.ticket(0)
+
+    def _done_with(self, ticket: int) -> None:
+        assert self._feed is not None
+        for text in self._feed.delivered(ticket):
+            self._warn(text)
+
+    def _emit_feed(self) -> None:
+        if self._source is None:
+            return
+        cached: dict[str, int] = {}
+        if self._feed is not None:
+            self._source.stats.add(self._feed.take_counts())
+            cached = self._feed.counts()
+        stats = asdict(self._source.stats)
+        self.events.emit("feed", window=self.epoch, broken=len(self._broken), **stats, cache=cached)
 
     def _take_fed(self, number: int, ids: Tensor, fed: Fed) -> Any:
         """Note what the worker had to tell, and give the batch."""
@@ -204,18 +252,26 @@ class Loader(Run):
             f"\n\nRead from {self._source.url}: {stats.bytes_sent:,} bytes in {stats.requests:,} requests for "
             f"{stats.bytes_used:,} bytes of samples; {stats.retried:,} repeated, {stats.hedged:,} doubled."
         )
+        if self._feed is not None:
+            text += f"\n{told(self._feed.counts(), self._feed.budget)}"
         if self._broken:
             text += f"\n\nBroken samples, stood in for with weight 0: {len(self._broken):,}{self._broken_lines(8)}"
         return text
 
     def state_dict(self) -> dict[str, Any]:
         broken = {"ids": list(self._broken), "reasons": list(self._broken.values())}
-        return {**super().state_dict(), "broken": broken}
+        state = {**super().state_dict(), "broken": broken}
+        if self._feed is not None:  # when the window in progress began, or now between two windows
+            kept = self._feed.resident if self._open else np.flatnonzero(self._feed.kept)
+            state["resident"] = torch.from_numpy(kept.astype(np.int64))
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         broken = state.get("broken") or {"ids": [], "reasons": []}
         self._broken = dict(zip(broken["ids"], broken["reasons"], strict=True))
+        if self._feed is not None and state.get("resident") is not None:
+            self._feed.restore(state["resident"].numpy())
 
 
 def _length(dataset: Any) -> int:

@@ -47,7 +47,9 @@ class Plan:
     lr_scale: float = 1.0
     """Factor on the learning rate that goes with `batch_size`, where that was changed to keep the number of steps."""
     noise: float = 0.0
-    """Share of wrong labels the filters estimated; the next plan starts from it."""
+    """Share of wrong labels the filters estimated, NaN where they could not tell; the next plan starts from it."""
+    ranks: npt.NDArray[np.float16] | None = None
+    """Importance of every sample, picked or not, float16 [population]: what a cache should keep. None = all alike."""
     notes: tuple[Note, ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -58,6 +60,8 @@ class Plan:
                     f"Plan.{name} has shape {array.shape}, ids have {self.ids.shape}; they must be equal."
                 )
             array.setflags(write=False)
+        if self.ranks is not None and self.ranks.shape != (self.population,):
+            raise ConfigError(f"Plan.ranks has shape {self.ranks.shape}; it must be [{self.population}], one a sample.")
 
     def __len__(self) -> int:
         """Samples in the plan."""
@@ -97,6 +101,7 @@ class Plan:
             "weights": self.weights,
             "importance": self.importance,
             "level": self.level,
+            **({} if self.ranks is None else {"ranks": self.ranks}),
         }
 
     @classmethod
@@ -111,6 +116,7 @@ class Plan:
             weights=np.array(arrays["weights"], dtype=np.float32),
             importance=np.array(arrays["importance"], dtype=np.float32),
             level=np.array(arrays["level"], dtype=np.uint8),
+            ranks=None if arrays.get("ranks") is None else np.array(arrays["ranks"], dtype=np.float16),
         )
 
 

@@ -64,7 +64,7 @@ def test_no_policy_uses_more_bytes_than_it_has_and_evicts_only_what_it_holds(nam
     chosen = policy(name, budget, sizes)
     resident: set[int] = set()
     for ids, importance in percentile_plans(4, drift=0.3):
-        chosen.window(importance)
+        chosen.window(importance, ids)
         for i in ids.tolist():
             assert chosen.hit(i) == (i in resident)
             if i in resident:
@@ -79,9 +79,9 @@ def test_no_policy_uses_more_bytes_than_it_has_and_evicts_only_what_it_holds(nam
 
 def test_after_a_refresh_the_new_order_holds_at_once():
     cache = Heap(2, np.ones(4, dtype=np.int64))
-    cache.window(np.array([3, 2, 1, 0], np.float32))
+    cache.window(np.array([3, 2, 1, 0], np.float32), np.arange(0))
     assert [cache.offer(i) for i in (0, 1, 2)] == [[], [], None]
-    cache.window(np.array([0, 2, 1, 3], np.float32))
+    cache.window(np.array([0, 2, 1, 3], np.float32), np.arange(0))
     assert cache.offer(2) == [0]
     assert cache.offer(3) == [2]
     assert [cache.hit(i) for i in range(4)] == [False, True, False, True]
@@ -90,7 +90,7 @@ def test_after_a_refresh_the_new_order_holds_at_once():
 def test_a_large_sample_does_not_put_out_what_is_worth_more():
     sizes = np.array([1, 1, 2], dtype=np.int64)
     cache = Heap(2, sizes)
-    cache.window(np.array([0.1, 0.9, 0.5], np.float32))
+    cache.window(np.array([0.1, 0.9, 0.5], np.float32), np.arange(0))
     assert cache.offer(0) == []
     assert cache.offer(1) == []
     assert cache.offer(2) is None  # would need both, and one is worth more

@@ -80,3 +80,24 @@ def test_targets_of_another_batch_are_caught_at_once_and_remapped_ones_are_not()
     recorder.record(np.arange(4), torch.ones(4), None, y + 7, window=0, hint=y)
     with pytest.raises(Misattributed, match="with_ids"):
         Recorder(Ledger(4)).record(np.arange(4), torch.ones(4), None, torch.tensor([1, 1, 0, 0]), window=0, hint=y)
+
+
+def test_batches_reduced_together_are_recorded_as_if_each_were_reduced_alone():
+    g = torch.Generator().manual_seed(0)
+    together, alone = Ledger(600), Ledger(600)
+    recorders = Recorder(together, together=4), Recorder(alone)
+    for k in range(11):  # the last ones are fewer than four
+        ids = torch.randperm(600, generator=g)[: 16 if k % 3 else 9].numpy()
+        logits = torch.randn(len(ids), 5, generator=g) if k != 6 else None  # another kind in between
+        targets = torch.from_numpy(ids % 5)
+        losses = torch.rand(len(ids), generator=g)
+        for recorder in recorders:
+            recorder.record(ids, losses, logits, targets, window=1, trained=k != 8)
+            if k == 8:
+                recorder.trained(ids, torch.tensor([0, 2]), window=1)
+        losses.zero_()  # the caller may do what it likes with its tensors
+    for recorder in recorders:
+        recorder.flush()
+    assert together.seen.sum() > 0
+    for name in together:
+        np.testing.assert_array_equal(together[name], alone[name], err_msg=name)

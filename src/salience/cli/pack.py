@@ -11,7 +11,6 @@ travel with the file they are called after. A run that was killed goes on when t
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,16 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from salience.cli.text import subcommand
 from salience.errors import ConfigError, StateError
+from salience.feed.sizes import parse_bytes as parse_size
 
 if TYPE_CHECKING:
     from salience.feed import Index
     from salience.feed.tars import Progress
-
-UNITS = {"": 1, "B": 1} | {
-    letter + end: base**power
-    for power, letter in enumerate("KMGT", start=1)
-    for end, base in (("iB", 1024), ("B", 1000))
-}
 
 
 def add(commands: Any) -> None:
@@ -100,15 +94,6 @@ def _check(out: Path, jobs: int) -> int:
     read = "every checksum fits" if known == len(index) else f"{known:,} checksums fit, the others are not known"
     say(f"All is as the index says: {_what(index)}; {read}.")
     return 0
-
-
-def parse_size(text: str) -> int:
-    """Bytes from "64MiB", "1.5GB" or "1000000"."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    units = {name.lower(): value for name, value in UNITS.items()}
-    if not found or found[2].lower() not in units:
-        raise ConfigError(f"{text!r} is not a size; write for example 64MiB, 1GiB or 500MB.")
-    return int(float(found[1]) * units[found[2].lower()])
 
 
 @contextmanager

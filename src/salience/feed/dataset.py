@@ -11,10 +11,12 @@ import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from salience.errors import DataError, SalienceError
-from salience.feed.reads import Broken
+from salience.feed.cache import Handle
+from salience.feed.reads import Broken, Counts
 from salience.feed.source import Source
 
-Decode = Callable[[bytes], Any]
+Decode = Callable[[Any], Any]
+"""Bytes to sample."""
 
 
 class Fed(NamedTuple):
@@ -36,8 +38,12 @@ class Samples(list[Any]):
 class SourceDataset(Dataset[Any]):
     """`(decode(data), label)` by number; `decode(data)` alone where the source knows no classes."""
 
+    takes_orders = True
+
     def __init__(self, source: Source, decode: Decode | None = None) -> None:
         self.source, self.decode = source, decode
+        self.handle: Handle | None = None
+        """The cache, where there is one."""
 
     def __len__(self) -> int:
         return len(self.source)
@@ -46,7 +52,16 @@ class SourceDataset(Dataset[Any]):
         return self.__getitems__([int(i)])[0]
 
     def __getitems__(self, ids: Sequence[int]) -> Samples:
-        data, counts = self.source.read_counted(ids)
+        return self._samples(ids, *self.source.read_counted(ids))
+
+    def take(self, order: Any) -> Samples:
+        """A batch of the plan, which the cache has been told of."""
+        ids: list[int] = order.ids.tolist()
+        if self.handle is None or order.ticket < 0:
+            return self.__getitems__(ids)
+        return self._samples(ids, self.handle.read(order.ticket, ids), Counts())
+
+    def _samples(self, ids: Sequence[int], data: Sequence[Any], counts: Counts) -> Samples:
         decoded = [self._decoded(part) for part in data]
         broken = {k: part.reason for k, part in enumerate(decoded) if isinstance(part, Broken)}
         labels = self.source.labels[np.asarray(ids, dtype=np.int64)]
@@ -64,9 +79,11 @@ class SourceDataset(Dataset[Any]):
         """Checksums of the index as int64 [B]; 0 where it has none."""
         return self.source.index.check[np.asarray(ids, dtype=np.int64)].view(np.int64)
 
-    def _decoded(self, data: bytes | Broken) -> Any:
-        if self.decode is None or isinstance(data, Broken):
+    def _decoded(self, data: bytes | memoryview | Broken) -> Any:
+        if isinstance(data, Broken):
             return data
+        if self.decode is None:
+            return bytes(data)
         try:
             return self.decode(data)
         except SalienceError:  # a missing package, say

@@ -29,8 +29,8 @@ class Policy(Protocol):
         """Bytes of what is resident."""
         ...
 
-    def window(self, importance: Floats) -> None:
-        """A window begins: importance of every sample, float32 [n]."""
+    def window(self, importance: Floats, ids: Ids) -> None:
+        """A window begins: importance of every sample, float32 [n], and the ids it visits."""
         ...
 
     def hit(self, i: int) -> bool:
@@ -48,7 +48,7 @@ class Nothing:
     def __init__(self, budget: int, sizes: Sizes) -> None:
         self.used = 0
 
-    def window(self, importance: Floats) -> None:
+    def window(self, importance: Floats, ids: Ids) -> None:
         pass
 
     def hit(self, i: int) -> bool:
@@ -65,7 +65,7 @@ class Lru:
         self.used, self._budget, self._sizes = 0, budget, sizes
         self._order: OrderedDict[int, None] = OrderedDict()
 
-    def window(self, importance: Floats) -> None:
+    def window(self, importance: Floats, ids: Ids) -> None:
         pass
 
     def hit(self, i: int) -> bool:
@@ -95,7 +95,7 @@ class NeverEvict:
         self.used, self._budget, self._sizes = 0, budget, sizes
         self._resident = np.zeros(len(sizes), dtype=bool)
 
-    def window(self, importance: Floats) -> None:
+    def window(self, importance: Floats, ids: Ids) -> None:
         pass
 
     def hit(self, i: int) -> bool:
@@ -124,9 +124,9 @@ class Heap:
         self.importance: Floats = np.zeros(len(sizes), dtype=np.float32)
         self._heap: list[tuple[float, int]] = []
 
-    def window(self, importance: Floats) -> None:
-        ids = np.flatnonzero(self.resident)
-        shadow = list(zip(importance[ids].tolist(), ids.tolist(), strict=True))
+    def window(self, importance: Floats, ids: Ids) -> None:
+        here = np.flatnonzero(self.resident)
+        shadow = list(zip(importance[here].tolist(), here.tolist(), strict=True))
         heapq.heapify(shadow)
         self.importance, self._heap = importance, shadow
 
@@ -167,7 +167,7 @@ class Shade(Heap):
         super().__init__(budget, sizes)
         self._now: Floats = self.importance
 
-    def window(self, importance: Floats) -> None:
+    def window(self, importance: Floats, ids: Ids) -> None:
         self._now = importance  # of each sample used only once it has come by
 
     def hit(self, i: int) -> bool:
@@ -182,6 +182,41 @@ class Shade(Heap):
         while self._heap:
             worth, i = self._heap[0]
             if self.resident[i] and worth == float(self.importance[i]):
+                return True
+            heapq.heappop(self._heap)
+        return False
+
+
+class Planned(Heap):
+    """`planned`: importance, and what the plan says: whoever still has its turn in this window stays until it had it.
+
+    A sample is worth importance + [it is wanted later in this window]. Only what had its turn, or has none, makes room,
+    the least important first, and only for what is more important.
+    """
+
+    def __init__(self, budget: int, sizes: Sizes) -> None:
+        super().__init__(budget, sizes)
+        self._wanted = np.zeros(len(sizes), dtype=bool)
+
+    def window(self, importance: Floats, ids: Ids) -> None:
+        wanted = np.zeros(len(importance), dtype=bool)
+        wanted[ids] = True
+        here = np.flatnonzero(self.resident)
+        shadow = list(zip((importance + wanted)[here].tolist(), here.tolist(), strict=True))
+        heapq.heapify(shadow)
+        self.importance, self._wanted, self._heap = importance, wanted, shadow
+
+    def hit(self, i: int) -> bool:
+        here = bool(self.resident[i])
+        if here and self._wanted[i]:  # its old entry stays in the heap and is skipped when it comes up
+            heapq.heappush(self._heap, (float(self.importance[i]), i))
+        self._wanted[i] = False
+        return here
+
+    def _skip_old(self) -> bool:
+        while self._heap:
+            worth, i = self._heap[0]
+            if self.resident[i] and worth == float(self.importance[i] + self._wanted[i]):
                 return True
             heapq.heappop(self._heap)
         return False
@@ -206,11 +241,11 @@ class HighLow:
     def used(self) -> int:
         return self._high.used + self._low.used
 
-    def window(self, importance: Floats) -> None:
+    def window(self, importance: Floats, ids: Ids) -> None:
         count = len(importance) - int(self._top * len(importance))
         edge = np.partition(importance, count)[count] if count < len(importance) else np.inf
         self._important = importance >= edge
-        self._high.window(importance)
+        self._high.window(importance, ids)
 
     def hit(self, i: int) -> bool:
         return self._high.hit(i) or self._low.hit(i)
@@ -226,6 +261,7 @@ POLICIES: dict[str, Callable[[int, Sizes], Policy]] = {
     "shade": Shade,
     "icache": HighLow,
     "impact": Heap,
+    "planned": Planned,
 }
 """By name; `impact` is the H-cache over all bytes where nothing is loaded in packages."""
 
@@ -244,7 +280,7 @@ def fetched(chosen: Policy, plans: Sequence[tuple[Ids, Floats]], sizes: Sizes) -
     """Bytes the store would send for each window: plans are (ids in order, importance of every sample)."""
     sent: list[int] = []
     for ids, importance in plans:
-        chosen.window(importance)
+        chosen.window(importance, ids)
         total = 0
         for i in ids.tolist():
             if not chosen.hit(i):

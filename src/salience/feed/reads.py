@@ -193,6 +193,8 @@ class Reader:
     def __init__(self, store: Store, index: Index, terms: Terms | None = None) -> None:
         self.store, self.index, self.terms = store, index, terms or Terms()
         self.counts = Counts()
+        self.threads = False
+        """Whether local files are read in threads, several at a time."""
         self._checks = _checksum() if len(index) and bool(index.check.any()) else None
         self._live: dict[int, _Live] = {}  # by process
         self._apart: apart.Apart[Sequence[int], tuple[list[bytes | Broken], Counts]] | None = None
@@ -231,6 +233,36 @@ class Reader:
             future.cancel()
             raise
         return [found[i] for i in ids]
+
+    async def stream(self, ids: Sequence[int], got: Callable[[int, bytes | Broken], None]) -> None:
+        """Read samples and hand each on as it comes, from inside `loop`; local files are read in threads."""
+
+        async def one(span: _Span) -> None:
+            for i, data in (await self._read_span(span)).items():
+                self.counts.samples += 1
+                self.counts.bytes_used += len(data) if isinstance(data, bytes) else 0
+                got(i, data)
+
+        spans = self._spans(sorted(set(ids)))
+        for i in ids:
+            if self.index.size[i] == 0:
+                got(i, b"")
+        tasks = [asyncio.ensure_future(one(span)) for span in spans]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Where reads run in this process."""
+        return self._here.loop
+
+    def latency(self) -> float:
+        """Seconds of the quickest tenth of the last requests: an answer that did not have to queue."""
+        seconds = [taken for taken, _ in self._here.seconds]
+        return statistics.quantiles(seconds, n=10)[0] if len(seconds) > 1 else 0.0
 
     def take_counts(self) -> Counts:
         """What was counted in this process since the last call."""
@@ -355,7 +387,8 @@ class Reader:
         begin = clock()
         self._here.sent += 1
         self.counts.requests += 1
-        data = await self.store.get_range(span.path, span.start, span.stop)
+        ask = self.store.get_range(span.path, span.start, span.stop)
+        data = await (asyncio.to_thread(asyncio.run, ask) if self.threads and not self.store.far else ask)
         self.counts.bytes_sent += len(data)
         if len(data) != span.stop - span.start:
             raise ReadFailed(f"it is cut off: {len(data)} bytes of {span.stop - span.start}", again=True, broken=True)

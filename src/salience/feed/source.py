@@ -56,7 +56,8 @@ class Source:
         _check_unchanged(store, self.index)
         self.stats = Counts()
         """What was asked of the store and what it sent, as far as batches were delivered."""
-        self._reader = Reader(store, self.index, terms)
+        self.reader = Reader(store, self.index, terms)
+        """Asks the store."""
 
     def __len__(self) -> int:
         return len(self.index)
@@ -95,8 +96,8 @@ class Source:
 
     def read_counted(self, ids: Sequence[int]) -> tuple[list[bytes | Broken], Counts]:
         """For workers, whose counts travel with the batch."""
-        data = self._reader.read(ids)
-        return data, self._reader.take_counts()
+        data = self.reader.read(ids)
+        return data, self.reader.take_counts()
 
 
 def _opened(url: str) -> tuple[Store, str | None]:

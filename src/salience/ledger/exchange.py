@@ -38,6 +38,8 @@ class Group:
         nodes = self._gather(torch.tensor([_node()], dtype=torch.int64))
         self.node_leader = next(rank for rank, node in enumerate(nodes) if torch.equal(node, nodes[self.rank]))
         self.leads_node = self.node_leader == self.rank
+        self.node_ranks = [rank for rank, node in enumerate(nodes) if torch.equal(node, nodes[self.rank])]
+        """The ranks of this node."""
 
     def ledger(self, n: int) -> Ledger:
         """A ledger in shared memory, created by the node's first rank and opened by its others."""
@@ -101,6 +103,16 @@ class Group:
     def first(self, numbers: Sequence[float]) -> list[float]:
         """Rank 0's numbers, on every rank."""
         return self._gather(torch.tensor(numbers, dtype=torch.float64))[0].tolist()
+
+    def of_node(self, numbers: Sequence[int]) -> list[list[int]]:
+        """What each rank of this node passed."""
+        parts = self._gather_ragged(torch.tensor(list(numbers), dtype=torch.int64))
+        return [parts[rank].tolist() for rank in self.node_ranks]
+
+    def of_leader(self, text: str) -> str:
+        """What the node's first rank passed."""
+        letters = torch.tensor(list(text.encode()), dtype=torch.int64)
+        return bytes(self._gather_ragged(letters)[self.node_leader].tolist()).decode()
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         """Tensors of equal shape from all ranks, on the CPU."""

@@ -22,6 +22,10 @@ HOLD = 128
 """Batches entered into the ledger together: fewer, larger array operations."""
 FEW = 8
 """The same where only losses are known: then the arrays should stay in the processor's cache."""
+TOGETHER = 16
+"""Batches whose statistics are made together on a device: a training step waits for each launch there, small or large."""
+LARGE = 1 << 20
+"""Bytes of logits from which a batch is reduced at once rather than held on the device."""
 
 
 @dataclass(slots=True)
@@ -42,14 +46,38 @@ class _Pending:
     """Of the batch in a plan in which no id stands twice."""
 
 
+@dataclass(slots=True)
+class _OnDevice:
+    """A batch whose statistics are still to be made."""
+
+    item: _Pending
+    losses: Tensor
+    logits: Tensor | None
+    targets: Tensor | None
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What batches must share to be reduced together."""
+        z, y = self.logits, self.targets
+        return (
+            self.losses.dtype,
+            self.losses.device,
+            None if z is None else (z.dtype, z.shape[1]),
+            None if y is None else y.dtype,
+        )
+
+
 _AFTERWARDS = {NORM_ROWS: 1, FEATURE_ROWS: 2}
 
 
 class Recorder:
     """Collects batches and enters them into the ledger, each as if it had been entered at once."""
 
-    def __init__(self, ledger: Ledger, group: Group | None = None) -> None:
+    def __init__(self, ledger: Ledger, group: Group | None = None, *, together: int | None = None) -> None:
         self.ledger = ledger
+        self._together = together
+        """Batches reduced together; None = one on the CPU, TOGETHER elsewhere."""
+        self._on_device: list[_OnDevice] = []
         self.bad = 0
         """Losses that were not finite since this was last set to 0."""
         self.embeddings: Embeddings | None = None
@@ -71,20 +99,52 @@ class Recorder:
         number: int | None = None,
     ) -> None:
         """Take one batch. With its `number` in a plan without doubles, nobody has to look for them."""
-        names, values = reduce_batch(losses, logits, targets)
         hint = hint if targets is not None and self._hints_hold else None
+        item = _Pending(ids, (), _NOTHING, window, hint=hint, trained=trained, number=number)
+        together = self._together or (1 if losses.device.type == "cpu" else TOGETHER)
+        large = logits is not None and logits.numel() * logits.element_size() > LARGE
+        if together == 1 or large:
+            self._reduce([_OnDevice(item, losses, logits, targets)])
+            return
+        # What the caller does with its tensors afterwards is no concern of ours: a copy costs one small launch each.
+        z, y = (None if part is None else part.detach().to(losses.device, copy=True) for part in (logits, targets))
+        held = _OnDevice(item, losses.detach().clone(), z, y)
+        if self._on_device and self._on_device[-1].kind != held.kind:
+            self._reduce_all()
+        self._on_device.append(held)
+        if len(self._on_device) >= together:
+            self._reduce_all()
+
+    def _reduce_all(self) -> None:
+        held, self._on_device = self._on_device, []
+        if held:
+            self._reduce(held)
+
+    def _reduce(self, held: list[_OnDevice]) -> None:
+        """Make the statistics of batches of one kind, send them to the host in one piece, and hand every batch its part."""
+        losses, logits, targets = ([getattr(h, name) for h in held] for name in ("losses", "logits", "targets"))
+        names, values = reduce_batch(
+            _joined(losses),
+            None if logits[0] is None else _joined(logits),
+            None if targets[0] is None else _joined(targets),
+        )
         values, copied = _to_host(values)
-        item = _Pending(ids, names, values, window, copied, hint=hint, trained=trained, number=number)
-        if hint is not None and copied is None and self._group is None:  # ranks must find out together, in flush()
-            self._check_hint(item)
-        self._hold(item)
+        start = 0
+        for h in held:
+            item, stop = h.item, start + len(h.losses)
+            item.names, item.values, item.copied = names, values[:, start:stop], copied
+            start = stop
+            if item.hint is not None and copied is None and self._group is None:  # ranks find out together, in flush()
+                self._check_hint(item)
+            self._hold(item)
 
     def trained(self, ids: Ids, kept: Tensor | None, *, window: int) -> None:
         """Count samples that were recorded as seen before as trained: all of `ids` or the `kept` positions of them."""
         copied = None
         if kept is not None:
             kept, copied = _to_host(kept.detach())
-        self._hold(_Pending(ids, (), torch.empty(0), window, copied, kept=kept, seen=False))
+        self._reduce_all()  # they were seen before
+        self._hold(_Pending(ids, (), _NOTHING, window, copied, kept=kept, seen=False))
 
     def norms(self, ids: Ids, squares: Tensor, scale: Tensor, kept: Tensor | None = None, *, window: int) -> None:
         """Gradients of samples that were recorded before (all of `ids` or the `kept` positions of them), after the
@@ -109,6 +169,7 @@ class Recorder:
 
     def flush(self) -> None:
         """Enter everything recorded so far; with several ranks this is a collective call."""
+        self._reduce_all()
         items = list(self._pending)
         self._pending.clear()
         for item in items:
@@ -196,6 +257,13 @@ class Recorder:
             f"The targets passed to loss() are not those of the batch delivered last ({int((delivered != given).sum())} "
             f"of {len(given)} differ). A loop that fetches ahead must use with_ids=True and pass ids= to loss()."
         )
+
+
+_NOTHING = torch.empty(0)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

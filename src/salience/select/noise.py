@@ -53,7 +53,7 @@ class Judgement:
 def judge(history: Any, *, before: float = 0.0, floor: float = 0.01, lowest: float = LOWEST) -> Judgement:
     """What a ledger (or a view of one) says of its labels.
 
-    `before` is the rate estimated a window ago. Labels found wrong and left out are looked at less often, so that the
+    `before` is the rate estimated a window ago, NaN where one could not tell. Labels found wrong and left out are looked at less often, so that the
     model seems less sure of them: the rate is remembered, falls by 1% a window, and is at most 6/5 of what still looks
     wrong. Whether there is noise is asked again only when it is under `floor`; until then margins are compared with
     those of their time.
@@ -62,7 +62,7 @@ def judge(history: Any, *, before: float = 0.0, floor: float = 0.01, lowest: flo
     plain = contradiction(history.margin, label, history.last_seen if before >= floor else None)
     wrong, wrong_where_sure = disagreement(label, guess, p)
     evidence = f"the model differs from {wrong:.1%} of the labels, from {wrong_where_sure:.1%} where it is surest"
-    rate = before if before >= floor else noise_rate(wrong, wrong_where_sure, floor)
+    rate = before if before >= floor else noise_rate(wrong, wrong_where_sure, floor, doubted=bool(np.isnan(before)))
     if not rate > 0:
         return Judgement(suspicion=plain, rate=rate, edge=np.inf, evidence=evidence)
     astray = direction(label, history.other, transitions(label, guess, p))
@@ -94,20 +94,21 @@ def disagreement(label: Labels, guess: Labels, guess_p: npt.NDArray[Any]) -> tup
     return float(differs.mean()), float(differs[sure].mean())
 
 
-def noise_rate(wrong: float, wrong_where_sure: float, floor: float) -> float:
+def noise_rate(wrong: float, wrong_where_sure: float, floor: float, *, doubted: bool = True) -> float:
     """Share of wrong labels; 0 where there is no sign of any, NaN where one cannot tell.
 
     A model that differs from a share d of right labels differs from at most about 1.7 d^3 of them where it is surest: what
     is hard is what it is unsure of (on clean CIFAR-10 1.2 to 1.8 d^3 for a small network, d from 0.26 to 0.57, and 0 to
-    1.1 d^3 for ResNet-9, d from 0.14 to 0.26). Wrong labels it
-    contradicts with certainty, so that where it is surest it differs from as many as are wrong. With r = differing where
-    sure / differing at all: r over 1.7 d^2 + 0.035 (and 0.17) is noise; r under 1.7 d^2 - 0.015 (or 0.12) is none, if the
-    model has learnt enough (d at most 0.35) for that to mean something.
+    1.1 d^3 for ResNet-9, d from 0.14 to 0.26). Wrong labels it contradicts with certainty, so that where it is surest it
+    differs from as many as are wrong. With r = differing where sure / differing at all: r over 1.7 d^2 + 0.06 is noise,
+    if it is over 0.25 as well, or over 0.17 where the labels were doubted a window ago (hard samples that were just
+    learnt leave r up to 0.22 behind on clean data). Less is no sign of noise, if the model has learnt enough (d at most
+    0.35) for that to mean something.
     """
-    ratio, expected = wrong_where_sure / max(wrong, 1e-9), 1.7 * wrong**2
-    if wrong <= 0.35 and (wrong_where_sure < floor or ratio <= max(0.12, expected - 0.015)):
-        return 0.0
-    return wrong_where_sure if ratio > max(0.17, expected + 0.035) else float("nan")
+    ratio = wrong_where_sure / max(wrong, 1e-9)
+    if ratio > max(0.17 if doubted else 0.25, 1.7 * wrong**2 + 0.06) and (wrong > 0.35 or wrong_where_sure >= floor):
+        return wrong_where_sure
+    return 0.0 if wrong <= 0.35 else float("nan")
 
 
 def contradiction(margin: Floats, label: Labels, last_seen: Labels | None = None) -> Floats:

@@ -139,7 +139,7 @@ class Pipeline:
         return Plan(
             window=window, population=ledger.n, batch_size=batch_size, drop_last=drop_last,
             ids=ids, weights=weights, importance=importance[ids], level=np.zeros(len(ids), dtype=np.uint8),
-            notes=sifted.notes, noise=0.0 if sifted.noise is None or np.isnan(sifted.noise) else sifted.noise,
+            ranks=importance.astype(np.float16), notes=sifted.notes, noise=sifted.noise or 0.0,
         )  # fmt: skip
 
     def _filter(self, view: View) -> Sifted:

@@ -1,0 +1,216 @@
+"""The disk tier: one file a sample, which runs share and find again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from salience.errors import ConfigError
+from salience.feed.sizes import parse_bytes
+from salience.feed.tiers import SEAL, Tally, TierCounts, Warn, fits, seal
+
+Bytes = TypeVar("Bytes", int, npt.NDArray[np.int64])
+
+BLOCK = 4096
+FOLDERS = 256
+STEPS = 64
+"""What lies here is counted again whenever this run has written one part in `STEPS` of its limit."""
+LEFT_FREE = 0.05
+"""Share of the disk that is left free where no limit is given."""
+STALE = 3600.0
+"""Seconds after which a file that is only half written belongs to a run that died."""
+
+
+def open_disk(text: str, source: str, sizes: npt.NDArray[np.int64], warn: Warn) -> DiskTier:
+    """The tier that DIR or DIR:BYTES names, with what earlier runs left in it; `source` is its identity."""
+    folder, limit = parse_disk(text)
+    tier = DiskTier(os.path.join(folder, f"salience-{source}"), limit, sizes, warn)
+    tier.open()
+    return tier
+
+
+def parse_disk(text: str) -> tuple[str, int | None]:
+    """Folder and bytes of "DIR:BYTES"; no bytes where there is only DIR. A colon before a slash belongs to DIR."""
+    folder, colon, size = text.rpartition(":")
+    if not colon or "/" in size or os.sep in size:
+        folder, size = text, ""
+    limit = parse_bytes(size) if size else None
+    if not folder or limit == 0 or text.endswith(":"):
+        raise ConfigError(f"disk is {text!r}; write DIR:BYTES, for example /nvme/cache:200GiB, or DIR alone.")
+    return os.path.abspath(os.path.expanduser(folder)), limit
+
+
+def taken(size: Bytes) -> Bytes:
+    """Bytes of the disk that a sample of `size` bytes takes: with its seal, in whole blocks."""
+    return -(-(size + SEAL) // BLOCK) * BLOCK
+
+
+class DiskTier:
+    """Samples as files `folder`/ab/<id>, until `limit` bytes are used, or 95% of the disk where it is None.
+
+    Nothing is ever evicted: where each sample is asked for equally often, no policy has more hits than keeping what came
+    first. A file is renamed into place, so it is there whole or not at all; it is not synced, so one that a crash of the
+    machine tore is found by its seal. Runs may share the folder: each counts the files of all when it opens and after
+    each 1/64 of the limit that it writes, so that several can exceed the limit by at most that much each.
+    """
+
+    name = "disk"
+
+    def __init__(self, folder: str, limit: int | None, sizes: npt.NDArray[np.int64], warn: Warn) -> None:
+        self.folder, self.limit = folder, limit
+        self._sizes, self._warn = sizes, warn
+        self._tally, self._lock = Tally(), threading.Lock()
+        self._reads = self._writes = True
+        self._mine = secrets.token_hex(4)
+        self._used = 0
+        """Bytes taken here, as far as is known."""
+        self._claimed = self._counted = 0
+        """Bytes that this run has claimed for its files, in all and when it last counted."""
+
+    @property
+    def counts(self) -> TierCounts:
+        return self._tally.counts
+
+    def open(self) -> None:
+        self._count()
+        try:
+            os.makedirs(self.folder, exist_ok=True)
+        except OSError as error:
+            self._stop_writing(error)
+
+    def get(self, ids: Sequence[int]) -> dict[int, bytes]:
+        found: dict[int, bytes] = {}
+        bad = 0
+        for i in ids if self._reads else ():
+            try:
+                with open(self._path(i), "rb", buffering=0) as file:
+                    check, data = file.read(SEAL), file.readall()
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                self._stop_reading(error)
+                break
+            right = fits(check, data)
+            if right:
+                found[i] = data
+            elif right is False:
+                bad += 1
+                self._remove(i)
+        self._tally.add(asked=len(ids), hits=len(found), hit_bytes=sum(map(len, found.values())), bad=bad)
+        return found
+
+    def put(self, found: Mapping[int, bytes]) -> None:
+        writes = written = there = 0
+        for i, data in found.items():
+            if os.path.exists(self._path(i)):
+                there += 1
+            elif self._claim(taken(len(data))) and self._write(i, data):
+                writes += 1
+                written += len(data)
+        self._tally.add(writes=writes, written_bytes=written, refused=len(found) - there - writes)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def _path(self, i: int) -> str:
+        return f"{self.folder}/{i % FOLDERS:02x}/{i}"
+
+    def _claim(self, size: int) -> bool:
+        """Whether there is room for `size` bytes; they then count as used."""
+        if not self._writes:
+            return False
+        if self.limit is None:
+            return self._room_on_disk() >= size
+        if self._claimed - self._counted > self.limit // STEPS:
+            self._count()
+        with self._lock:
+            if self._used + size > self.limit:
+                return False
+            self._used += size
+            self._claimed += size
+            return True
+
+    def _room_on_disk(self) -> float:
+        try:
+            disk = os.statvfs(self.folder)
+        except OSError as error:
+            self._stop_writing(error)
+            return 0
+        return (disk.f_bavail - LEFT_FREE * disk.f_blocks) * disk.f_frsize
+
+    def _write(self, i: int, data: bytes) -> bool:
+        path = self._path(i)
+        half = f"{os.path.dirname(path)}/.{i}-{self._mine}-{threading.get_ident()}"
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(half, "xb") as file:
+                file.write(seal(data))
+                file.write(data)
+            os.replace(half, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(half)
+            self._stop_writing(error)
+            return False
+        return True
+
+    def _remove(self, i: int) -> None:
+        try:
+            os.unlink(self._path(i))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            return self._stop_writing(error)
+        with self._lock:
+            self._used -= taken(int(self._sizes[i]))
+
+    def _count(self) -> None:
+        """Count what lies here, whoever wrote it, by names alone: sizes are known. Clears away what dead runs left."""
+        with self._lock:
+            before = self._counted = self._claimed
+        names: list[str] = []
+        try:
+            for k in range(FOLDERS):
+                with contextlib.suppress(FileNotFoundError):
+                    names += self._names(f"{self.folder}/{k:02x}")
+        except OSError as error:
+            return self._stop_reading(error)
+        ids = np.array([int(name) for name in names if name.isdecimal()], dtype=np.int64)
+        used = int(taken(self._sizes[ids[ids < len(self._sizes)]]).sum())
+        with self._lock:
+            self._used = used + self._claimed - before
+
+    def _names(self, folder: str) -> list[str]:
+        names = os.listdir(folder)
+        for name in names:
+            if name.startswith("."):
+                with contextlib.suppress(OSError):
+                    if os.stat(f"{folder}/{name}").st_mtime < time.time() - STALE:
+                        os.unlink(f"{folder}/{name}")
+        return names
+
+    def _stop_writing(self, error: OSError) -> None:
+        with self._lock:
+            first, self._writes = self._writes, False
+        if first:
+            self._warn(
+                f"The disk tier at {self.folder} takes no more samples ({_reason(error)}); the run goes on with those it has."
+            )
+
+    def _stop_reading(self, error: OSError) -> None:
+        with self._lock:
+            first, self._reads, self._writes = self._reads, False, False
+        if first:
+            self._warn(f"The disk tier at {self.folder} cannot be read ({_reason(error)}); the run goes on without it.")
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or type(error).__name__

@@ -1,0 +1,490 @@
+"""The feeder: one process a node that reads what the plan names, ahead of time and in its order, into shared memory.
+
+It follows the plan, not the clock: which samples stay is decided in the plan's order, so that the same plans keep the same
+samples however fast the store is. A batch is *staged* when all its bytes are here; they stay until its rank is done
+with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from salience.errors import SalienceError
+from salience.feed.policies import Lru, NeverEvict, Policy
+from salience.feed.reads import Broken, Reader
+from salience.feed.shared import ABSENT, BROKEN, COUNTERS, KEPT, WHOLE, Shared
+from salience.feed.space import Space
+from salience.feed.tiers import Tier
+
+Ids = npt.NDArray[np.int64]
+
+POLL = 0.002
+"""Seconds between two looks at what the ranks are done with."""
+WRITES = 64 * 1024 * 1024
+"""Bytes that wait to be written to slower tiers; beyond, they are not."""
+AT = {name: k for k, name in enumerate(COUNTERS)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Window:
+    """What a window asks of the feeder."""
+
+    batches: list[list[Ids]]
+    """Of each rank of the node, its batches."""
+    skip: list[set[int]]
+    """Of each rank, batches delivered before the run was interrupted: the cache has seen them, nobody wants them."""
+    first: list[int]
+    """Of each rank, the ticket of its first batch that is wanted."""
+    importance: npt.NDArray[np.float32]
+    resident: Ids | None = None
+    """What the cache held when this window began, in the run that is resumed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Bytes the feeder may read ahead."""
+
+    least: int
+    """What loader workers hold at a time, and a batch more."""
+    most: int
+    along: int
+    """For neighbours in a shard that are wanted later in the window and are read along."""
+    package: int = 8 * 1024 * 1024
+    """Bytes of one such range."""
+
+
+def horizon(bandwidth: float, latency: float, limits: Limits) -> int:
+    """Bytes to read ahead: four times latency * bandwidth (what is under way when the link is busy), within limits."""
+    return int(min(limits.most, max(limits.least, 4 * bandwidth * latency)))
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    rank: int
+    ticket: int
+    ids: list[int]
+    owed: int = 0
+    """Bytes read for it that nobody else keeps."""
+    missing: set[int] = field(default_factory=set)
+
+
+class Feeder:
+    """The work of the process: messages come in by `inbox`, everything else goes through `shared`."""
+
+    def __init__(
+        self, shared: Shared, reader: Reader, policy: Policy, tiers: Sequence[Tier], limits: Limits, budget: int
+    ) -> None:
+        self.shared, self.reader, self.policy, self.tiers, self.limits = shared, reader, policy, tiers, limits
+        sizes = reader.index.size
+        self._sizes = sizes
+        self._space = Space(shared.token.capacity)
+        n = len(sizes)
+        self._pins = np.zeros(n, dtype=np.int32)
+        self._along = np.zeros(n, dtype=bool)
+        """Read along with a neighbour and not staged yet."""
+        self._wanted = np.zeros(n, dtype=bool)
+        """In this window's plan and not staged yet."""
+        self._waiting: dict[int, list[_Batch]] = {}
+        """Sample under way -> the staged batches that wait for it."""
+        self._lengths: dict[int, int] = {}
+        """Slots of broken samples, which hold a sentence instead."""
+        self._todo: deque[_Batch] = deque()
+        self._ahead: list[deque[_Batch]] = [deque() for _ in range(shared.token.ranks)]
+        """Of each rank, batches staged and not done."""
+        self._owed = self._along_bytes = self._writing = 0
+        self._rivals = Lru(budget, sizes), NeverEvict(budget, sizes)
+        self._budget = budget
+        self._seen = np.zeros(n, dtype=bool)
+        self._order, self._place = _neighbours(reader)
+        self._arrivals: deque[tuple[float, int]] = deque(maxlen=512)
+        self._wake = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pool = ThreadPoolExecutor(4, thread_name_prefix="salience-tiers") if tiers else None
+        self._inbox: deque[Any] = deque()
+        self._over = False
+
+    def serve(self, inbox: Any, parent: int | None) -> None:
+        """Until the inbox closes or the parent is gone."""
+        loop = self.reader.loop
+        listener = threading.Thread(target=self._listen, args=(inbox, loop), daemon=True)
+        listener.start()
+        asyncio.run_coroutine_threadsafe(self._pump(parent), loop).result()
+
+    def _listen(self, inbox: Any, loop: asyncio.AbstractEventLoop) -> None:
+        while True:
+            try:
+                message = inbox.recv()
+            except (EOFError, OSError):
+                message = None
+            self._inbox.append(message)
+            try:
+                loop.call_soon_threadsafe(self._wake.set)
+            except RuntimeError:
+                return
+            if message is None:
+                return
+
+    async def _pump(self, parent: int | None) -> None:
+        checked = time.monotonic()
+        while not self._over:
+            self._wake.clear()
+            while self._inbox:
+                await self._take(self._inbox.popleft())
+            self._release()
+            self._advance()
+            self._publish()
+            if parent is not None and time.monotonic() - checked > 0.5:
+                checked = time.monotonic()
+                self._over = self._over or os.getppid() != parent
+            try:
+                await asyncio.wait_for(self._wake.wait(), POLL)
+            except TimeoutError:
+                continue
+        for task in self._tasks:
+            task.cancel()
+        for tier in self.tiers:
+            tier.close()
+
+    async def _take(self, message: Window | None) -> None:
+        if message is None:
+            self._over = True
+            return
+        self._todo.clear()
+        for batches in self._ahead:  # of a window that was broken off
+            for batch in batches:
+                self._unpin(batch)
+            batches.clear()
+        for i in np.flatnonzero(self._along).tolist():
+            self._along[i] = False
+            self._pins[i] -= 1
+            self._tidy(i)
+        self._waiting = {i: [] for i in self._waiting}
+        self._owed = self._along_bytes = 0
+        self.shared.failed[0] = 0
+        if message.resident is not None:
+            self._restore(message.resident)
+        planned = [ids for batches in message.batches for ids in batches]
+        ids = np.concatenate(planned) if planned else np.empty(0, dtype=np.int64)
+        self._wanted[:] = False
+        # The heap of the new importances is built beside the old one; what is under way goes on arriving meanwhile.
+        await asyncio.get_running_loop().run_in_executor(None, self.policy.window, message.importance, ids)
+        self._count_bound(ids)
+        next_ticket = list(message.first)
+        for number in range(max(map(len, message.batches), default=0)):
+            for rank, batches in enumerate(message.batches):
+                if number < len(batches):
+                    ticket = -1
+                    if number not in message.skip[rank]:
+                        ticket = next_ticket[rank]
+                        next_ticket[rank] += 1
+                        self._wanted[batches[number]] = True
+                    self._todo.append(_Batch(rank, ticket, batches[number].tolist()))
+        self.shared.staged[:] = message.first
+
+    def _restore(self, resident: Ids) -> None:
+        """The cache of the run that is resumed, as far as it can be told: what it means to keep, not the bytes."""
+        for i in resident.tolist():
+            if not self.policy.hit(i):
+                self._keep(i)
+
+    def _count_bound(self, ids: Ids) -> None:
+        """At least what was never seen has to come, and what was seen less a full cache of it."""
+        new = np.unique(ids)
+        known = int(self._sizes[new[self._seen[new]]].sum())
+        self._count("bound_bytes", int(self._sizes[new].sum()) - min(known, self._budget))
+        self._seen[new] = True
+
+    def _advance(self) -> None:
+        """Stage batches as far as the horizon and the room allow."""
+        if self.shared.failed[0]:
+            return
+        far = horizon(*self._link(), self.limits)
+        self.shared.counters[AT["horizon"]] = far
+        while self._todo:
+            batch = self._todo[0]
+            if batch.ticket >= 0 and self._owed > far:
+                return
+            if not self._stage(batch):
+                return
+            self._todo.popleft()
+
+    def _stage(self, batch: _Batch) -> bool:
+        """Pin what is here, read what is not; whether there was room."""
+        state = self.shared.state
+        if batch.ticket < 0:  # delivered before: only the cache's memory of it
+            for i in batch.ids:
+                self._visit(i)
+            return True
+        absent = [i for i in dict.fromkeys(batch.ids) if not state[i] & (WHOLE | BROKEN) and i not in self._waiting]
+        places = self._room(absent, batch)
+        if places is None:
+            return False
+        for i, place in places.items():
+            self.shared.offset[i] = place
+            self._waiting[i] = []
+        for i in batch.ids:
+            if self._along[i]:  # its pin was set when it was read along
+                self._along[i] = False
+                self._along_bytes -= int(self._sizes[i])
+            else:
+                self._pins[i] += 1
+            self._wanted[i] = False
+            self._visit(i)
+            if i in self._waiting:
+                batch.missing.add(i)
+        for i in batch.missing:
+            self._waiting[i].append(batch)
+        batch.owed = sum(int(self._sizes[i]) for i in places)
+        self._owed += batch.owed
+        along = self._read_along(absent)
+        self._ahead[batch.rank].append(batch)
+        if absent:
+            self._start(self._fetch([*absent, *along]))
+        return True
+
+    def _visit(self, i: int) -> None:
+        """Sample i has its turn: what the cache makes of it, and what other caches would."""
+        size = int(self._sizes[i])
+        self._count("samples", 1)
+        self._count("bytes", size)
+        if self.policy.hit(i):
+            self._count("hits", 1)
+            self._count("hit_bytes", size)
+        else:
+            self._keep(i)
+        for name, rival in zip(("lru_bytes", "never_evict_bytes"), self._rivals, strict=True):
+            if not rival.hit(i):
+                rival.offer(i)
+                self._count(name, size)
+
+    def _keep(self, i: int) -> None:
+        gone = self.policy.offer(i)
+        if gone is None:
+            return
+        self.shared.state[i] |= KEPT
+        self._count("resident_bytes", int(self._sizes[i]))
+        for old in gone:
+            self.shared.state[old] &= ~KEPT & 0xFF
+            self._count("resident_bytes", -int(self._sizes[old]))
+            self._tidy(old)
+
+    def _room(self, ids: list[int], batch: _Batch) -> dict[int, int] | None:
+        """A place for each, or None: then something else has to be done with first."""
+        places: dict[int, int] = {}
+        for i in ids:
+            size = int(self._sizes[i])
+            place = self._space.take(size)
+            if place is None and not self._under_way(batch):
+                place = self._squeeze(size, {*batch.ids})
+            if place is None:
+                for k, taken in places.items():
+                    self._space.give(taken, int(self._sizes[k]))
+                if not self._under_way(batch):
+                    self.shared.fail(
+                        f"A batch of {len(batch.ids)} samples does not fit into the memory of the cache "
+                        f"({self._space.size:,} bytes); make the batch smaller or the cache larger."
+                    )
+                return None
+            places[i] = place
+        return places
+
+    def _under_way(self, batch: _Batch) -> bool:
+        """Whether room will come of itself: batches before this one are not done."""
+        return any(self._ahead) or any(not waiting for waiting in self._waiting.values())
+
+    def _squeeze(self, size: int, spared: set[int]) -> int | None:
+        """The memory is in pieces: drop kept samples nobody holds until `size` bytes are free in one."""
+        held = self.shared.state
+        for i in np.flatnonzero((held & WHOLE > 0) & (self._pins == 0)).tolist():
+            if i not in spared:
+                self._drop(i)
+                self._count("squeezed", 1)
+                place = self._space.take(size)
+                if place is not None:
+                    return place
+        return None
+
+    def _read_along(self, ids: list[int]) -> list[int]:
+        """Neighbours of `ids` in their shards that are wanted later: one request then brings them all (a package)."""
+        along: list[int] = []
+        if self._order is None or not self.limits.along:
+            return along
+        index = self.reader.index
+        for i in ids:
+            total = int(self._sizes[i])
+            for step in (1, -1):
+                k, last = int(self._place[i]) + step, i
+                while 0 <= k < len(self._order) and total < self.limits.package:
+                    j = int(self._order[k])
+                    near, far = (last, j) if step > 0 else (j, last)
+                    hole = int(index.offset[far]) - int(index.offset[near]) - int(index.size[near])
+                    size = int(self._sizes[j])
+                    if index.shard[j] != index.shard[i] or hole > self.reader.terms.gap or not self._wanted[j]:
+                        break
+                    if j in self._waiting or self.shared.state[j] & (WHOLE | BROKEN):
+                        break
+                    if self._along_bytes + size > self.limits.along:
+                        return along
+                    place = self._space.take(size)
+                    if place is None:
+                        return along
+                    self.shared.offset[j] = place
+                    self._waiting[j] = []
+                    self._along[j] = True
+                    self._pins[j] += 1
+                    self._along_bytes += size
+                    total += size
+                    along.append(j)
+                    k, last = k + step, j
+        return along
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _fetch(self, ids: list[int]) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            for k, tier in enumerate(self.tiers):
+                if not ids:
+                    return
+                found = await loop.run_in_executor(self._pool, tier.get, ids)
+                found = {i: data for i, data in found.items() if len(data) == self._sizes[i]}
+                self._count(f"{tier.name}_hits", len(found))
+                self._count(f"{tier.name}_bytes", sum(map(len, found.values())))
+                for i, data in found.items():
+                    self._arrived(i, data)
+                self._write(self.tiers[:k], found)
+                ids = [i for i in ids if i not in found]
+            await self.reader.stream(ids, self._from_store)
+        except SalienceError as error:
+            self.shared.fail(str(error))
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # anything else must not leave the workers waiting
+            self.shared.fail(f"The feeder failed: {type(error).__name__}: {error}")
+        finally:
+            for i in ids:  # after a failure nobody is going to bring them
+                if i in self._waiting and self.shared.failed[0]:
+                    del self._waiting[i]
+                    self._space.give(int(self.shared.offset[i]), int(self._sizes[i]))
+
+    def _from_store(self, i: int, data: bytes | Broken) -> None:
+        self._arrivals.append((time.monotonic(), 0 if isinstance(data, Broken) else len(data)))
+        self._arrived(i, data)
+        if isinstance(data, bytes):
+            self._write(self.tiers, {i: data})
+
+    def _write(self, tiers: Sequence[Tier], found: dict[int, bytes]) -> None:
+        """Hand samples to slower tiers, in threads; when those cannot keep up, they go without."""
+        size = sum(map(len, found.values()))
+        if not tiers or not found or self._writing + size > WRITES or self._pool is None:
+            return
+        self._writing += size
+        loop, pool = asyncio.get_running_loop(), self._pool
+
+        async def write() -> None:
+            try:
+                for tier in tiers:
+                    await loop.run_in_executor(pool, tier.put, found)
+            finally:
+                self._writing -= size
+
+        self._start(write())
+
+    def _arrived(self, i: int, data: bytes | Broken) -> None:
+        waiting = self._waiting.pop(i, None)
+        if waiting is None:
+            return
+        place = int(self.shared.offset[i])
+        if isinstance(data, Broken):
+            self._space.give(place, int(self._sizes[i]))
+            words = data.reason.encode()[:1000]
+            room = self._space.take(len(words) + 2)
+            if room is None:  # the shortest reason fits wherever a sample did
+                room, words = self._space.take(2) or 0, b""
+            self._lengths[i] = len(words) + 2
+            self.shared.data[room : room + len(words) + 2] = len(words).to_bytes(2, "little") + words
+            self.shared.offset[i] = room
+            self.shared.state[i] |= BROKEN
+        else:
+            self.shared.data[place : place + len(data)] = data
+            self.shared.state[i] |= WHOLE
+        for batch in waiting:
+            batch.missing.discard(i)
+        self._tidy(i)
+        self._wake.set()
+
+    def _release(self) -> None:
+        """Unpin the batches whose rank is done with them."""
+        for rank, batches in enumerate(self._ahead):
+            done = int(self.shared.done[rank])
+            while batches and batches[0].ticket < done:
+                self._unpin(batches.popleft())
+
+    def _unpin(self, batch: _Batch) -> None:
+        self._owed -= batch.owed
+        for i in batch.ids:
+            self._pins[i] -= 1
+            self._tidy(i)
+
+    def _tidy(self, i: int) -> None:
+        """Give a sample's bytes back when nobody holds it and the cache does not keep it."""
+        if not self._pins[i] and not self.shared.state[i] & KEPT:
+            self._drop(i)
+
+    def _drop(self, i: int) -> None:
+        state = self.shared.state
+        if state[i] & (WHOLE | BROKEN):
+            size = self._lengths.pop(i) if state[i] & BROKEN else int(self._sizes[i])
+            self._space.give(int(self.shared.offset[i]), size)
+            state[i] = ABSENT | (state[i] & KEPT)
+
+    def _publish(self) -> None:
+        for rank, batches in enumerate(self._ahead):
+            staged = int(self.shared.staged[rank])
+            for batch in batches:
+                if batch.ticket < staged:
+                    continue
+                if batch.missing:
+                    break
+                staged = batch.ticket + 1
+            self.shared.staged[rank] = staged
+        counts = self.reader.counts
+        self.shared.counters[AT["fetched_samples"]] = counts.samples
+        for name in ("bytes_used", "bytes_sent", "requests", "retried", "hedged"):
+            self.shared.counters[AT[name]] = getattr(counts, name)
+
+    def _link(self) -> tuple[float, float]:
+        """Bytes a second that arrive lately, and seconds an answer takes when it does not have to queue."""
+        latency = self.reader.latency()
+        if len(self._arrivals) < 8:
+            return 0.0, latency
+        (begin, _), (end, _) = self._arrivals[0], self._arrivals[-1]
+        return sum(size for _, size in self._arrivals) / max(end - begin, 1e-3), latency
+
+    def _count(self, name: str, by: int) -> None:
+        self.shared.counters[AT[name]] += by
+
+
+def _neighbours(reader: Reader) -> tuple[Ids | None, Ids]:
+    """All samples in the order of their bytes, and where each stands in it; None where nothing lies in shards."""
+    index = reader.index
+    if not len(index.shards):
+        return None, np.empty(0, dtype=np.int64)
+    order = np.lexsort((index.offset, index.shard))
+    place = np.empty(len(order), dtype=np.int64)
+    place[order] = np.arange(len(order))
+    return order, place

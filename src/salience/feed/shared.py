@@ -1,0 +1,128 @@
+"""What the processes of a node share: counters, where each sample lies, and the bytes themselves.
+
+One anonymous memory file holds it all. It has no name and needs no room in /dev/shm, so nothing is left behind by a crash and
+small containers have no trouble; other processes open it through the one that made it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+ABSENT, WHOLE, BROKEN = 0, 1, 2
+"""States of a sample: not here, its bytes are here, here is only what is wrong with it."""
+KEPT = 4
+"""Flag beside the state: the cache means to keep it."""
+
+COUNTERS = (
+    "samples", "bytes",  # delivered by the plan
+    "hits", "hit_bytes",  # of them, resident when their turn came
+    "lru_bytes", "never_evict_bytes", "bound_bytes",  # what the store would have sent with another cache, and at least
+    "fetched_samples", "bytes_used", "bytes_sent", "requests", "retried", "hedged",  # what was asked of the store
+    "disk_hits", "disk_bytes", "redis_hits", "redis_bytes",
+    "horizon", "resident_bytes", "squeezed",  # bytes read ahead at most, bytes kept, samples dropped for want of room
+)  # fmt: skip
+MESSAGE = 2048
+"""Bytes for the words of an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """How another process of the node opens the file, as long as its maker lives."""
+
+    path: str
+    n: int
+    ranks: int
+    capacity: int
+
+
+class Shared:
+    """The file, mapped. `offset` and `state` say where sample i lies in `data`."""
+
+    def __init__(self, n: int, ranks: int, capacity: int) -> None:
+        self._fd = _anonymous(_front(n, ranks) + capacity)
+        self.token = Token(f"/proc/{os.getpid()}/fd/{self._fd}", n, ranks, capacity)
+        self._map()
+
+    @classmethod
+    def open(cls, token: Token) -> Shared:
+        self = object.__new__(cls)
+        self._fd = os.open(token.path, os.O_RDWR)
+        self.token = token
+        self._map()
+        return self
+
+    def __getstate__(self) -> Token:
+        return self.token
+
+    def __setstate__(self, token: Token) -> None:
+        self.__dict__.update(Shared.open(token).__dict__)
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+    def _map(self) -> None:
+        n, ranks = self.token.n, self.token.ranks
+        whole = mmap.mmap(self._fd, _front(n, ranks) + self.token.capacity)
+        start = 0
+
+        def part(dtype: Any, count: int) -> npt.NDArray[Any]:
+            nonlocal start
+            array = np.frombuffer(whole, dtype=dtype, count=count, offset=start)
+            start += array.nbytes
+            return array
+
+        self.counters: npt.NDArray[np.int64] = part(np.int64, len(COUNTERS))
+        self.first: npt.NDArray[np.int64] = part(np.int64, ranks)
+        """Of each rank, the ticket of the first batch of its window: older ones are for nobody."""
+        self.staged: npt.NDArray[np.int64] = part(np.int64, ranks)
+        """Tickets below this have their bytes here, until..."""
+        self.done: npt.NDArray[np.int64] = part(np.int64, ranks)
+        """...the rank sets this above them."""
+        self.failed: npt.NDArray[np.int64] = part(np.int64, 1)
+        """Length of the message, where the feeder had to give up."""
+        self.offset: npt.NDArray[np.int64] = part(np.int64, n)
+        self.message: npt.NDArray[np.uint8] = part(np.uint8, MESSAGE)
+        self.state: npt.NDArray[np.uint8] = part(np.uint8, n)
+        self.data = memoryview(whole)[_front(n, ranks) :]
+
+    def fail(self, text: str) -> None:
+        words = text.encode()[:MESSAGE]
+        self.message[: len(words)] = np.frombuffer(words, dtype=np.uint8)
+        self.failed[0] = len(words)
+
+    @property
+    def failure(self) -> str:
+        return self.message[: int(self.failed[0])].tobytes().decode(errors="replace")
+
+    def counts(self) -> dict[str, int]:
+        return dict(zip(COUNTERS, self.counters.tolist(), strict=True))
+
+    @property
+    def kept(self) -> npt.NDArray[np.bool_]:
+        """Which samples the cache holds, as far as the plan was worked off; bool [n]."""
+        return (self.state & KEPT) > 0
+
+
+def _front(n: int, ranks: int) -> int:
+    """Bytes before the samples', in whole pages."""
+    size = 8 * (len(COUNTERS) + 3 * ranks + 1 + n) + MESSAGE + n
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _anonymous(size: int) -> int:
+    """A file without a name, in memory; only pages that are written to take room."""
+    if sys.platform == "linux":
+        fd = os.memfd_create("salience")
+    else:
+        fd, name = tempfile.mkstemp(prefix="salience-")
+        os.unlink(name)
+    os.ftruncate(fd, size)
+    return fd

@@ -1,0 +1,22 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+from salience.errors import ConfigError
+
+UNITS = {"": 1, "b": 1} | {
+    letter + end: base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for end, base in (("ib", 1024), ("b", 1000))
+}
+
+
+def parse_bytes(size: str | int) -> int:
+    """Bytes from "64MiB", "1.5GB", "1000000" or 1000000: KiB to TiB are powers of 1024, kB to TB of 1000."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
+    if not found or found[2].lower() not in UNITS:
+        raise ConfigError(f"{size!r} is not a size; write for example 64MiB, 1GiB or 500MB.")
+    return int(Decimal(found[1]) * UNITS[found[2].lower()])

@@ -1,0 +1,62 @@
+"""Which bytes of an arena are free: best fit, neighbours joined when they are given back."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+GRAIN = 64
+"""Bytes that slots are multiples of."""
+
+
+class Space:
+    """`take(size)` gives an offset, `give(offset, size)` takes it back; both O(log n) but for the move of a list."""
+
+    def __init__(self, size: int) -> None:
+        self.size = self.free = size // GRAIN * GRAIN
+        self._by_size: list[tuple[int, int]] = []
+        self._at: dict[int, int] = {}
+        """Free block: offset -> size."""
+        self._ends: dict[int, int] = {}
+        """Free block: its end -> offset."""
+        if self.free:
+            self._add(0, self.free)
+
+    def take(self, size: int) -> int | None:
+        """Offset of `size` bytes, or None where no free block is as large."""
+        size = slot(size)
+        k = bisect_left(self._by_size, (size, -1))
+        if k == len(self._by_size):
+            return None
+        block, offset = self._by_size[k]
+        self._remove(offset, block)
+        if block > size:
+            self._add(offset + size, block - size)
+        self.free -= size
+        return offset
+
+    def give(self, offset: int, size: int) -> None:
+        size = slot(size)
+        self.free += size
+        if (before := self._ends.get(offset)) is not None:
+            length = self._at[before]
+            self._remove(before, length)
+            offset, size = before, size + length
+        if (length := self._at.get(offset + size)) is not None:
+            self._remove(offset + size, length)
+            size += length
+        self._add(offset, size)
+
+    def _add(self, offset: int, size: int) -> None:
+        insort(self._by_size, (size, offset))
+        self._at[offset] = size
+        self._ends[offset + size] = offset
+
+    def _remove(self, offset: int, size: int) -> None:
+        del self._by_size[bisect_left(self._by_size, (size, offset))]
+        del self._at[offset]
+        del self._ends[offset + size]
+
+
+def slot(size: int) -> int:
+    """Bytes a sample of `size` takes."""
+    return max(GRAIN, -(-size // GRAIN) * GRAIN)
