@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import tempfile
 import time
@@ -17,10 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import salience
+from salience.feed.policies import policy
 from salience.images.folder import ImageFolder
 from salience.ledger.copies import Copies
 from salience.models import build
 from salience.seeds import torch_generator
+from salience.select.fetching import Stock
 from salience.select.noise import judge
 from salience.select.ranks import rank_normalise
 
@@ -116,6 +119,36 @@ class Spec:
     reference: bool = False
     """What two networks, each trained on one half, think of the other half is given; its visits are counted."""
     trace: str = ""
+    cache: float = 0.0
+    """A cache of this share of the bytes stands between a store and the run (simulated; every sample the same size)."""
+
+
+class Cached(salience.Selector):
+    """A Selector whose plans know what a cache of `share` holds, as those of a Loader with a cache do; no bytes move."""
+
+    def __init__(self, n: int, *, share: float, **options: Any) -> None:
+        super().__init__(n, **options)
+        self._policy = policy("planned", round(share * n), np.ones(n, dtype=np.int64))
+        self._rivals = {
+            name: policy(name, round(share * n), np.ones(n, dtype=np.int64)) for name in ("lru", "never_evict")
+        }
+        self.fetched: dict[str, list[float]] = {name: [] for name in ("planned", *self._rivals)}
+        """Of each window and cache, samples the store would have sent, over all samples."""
+
+    def _stock(self) -> Stock:
+        place = np.arange(self.n)
+        return Stock(
+            resident=self._policy.resident.copy(), shard=(place // 500).astype(np.int32), offset=place % 500 * 3000
+        )
+
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+        plan = self.plan
+        ranks = np.zeros(self.n, np.float32) if plan.ranks is None else plan.ranks.astype(np.float32)
+        for name, cache in {"planned": self._policy, **self._rivals}.items():
+            cache.window(ranks, plan.ids)
+            missed = [i for i in plan.ids.tolist() if not cache.hit(i) and (cache.offer(i), True)[1]]
+            self.fetched[name].append(round(len(missed) / self.n, 4))
 
 
 class Plain:
@@ -185,7 +218,8 @@ def train(spec: Spec, data: Data, device: str = "cuda", keep: list[nn.Module] | 
         select = dataclasses.replace(select[1], filters=(salience.Use(name=_oracle(labels == truth)),))
     selector: Any = Plain(len(y), batch_size=spec.batch_size, epochs=spec.epochs, seed=spec.seed, device=device)
     if not spec.plain:
-        selector = salience.Selector(
+        make = functools.partial(Cached, share=spec.cache) if spec.cache else salience.Selector
+        selector = make(
             len(y), batch_size=spec.batch_size, epochs=spec.epochs, select=select, seed=spec.seed, device=device,
             drop_last=True, trace=spec.trace or None, reference=reference, labels=labels if spec.thumbnails else None,
             embeddings=thumbnails(x) if spec.thumbnails else None,
@@ -227,7 +261,7 @@ def train(spec: Spec, data: Data, device: str = "cuda", keep: list[nn.Module] | 
         "name": spec.name, "seed": spec.seed, "noise": f"{spec.noise}{spec.share:g}" if spec.noise else "",
         "accuracy": round(100 * accuracy(model, data, mean, std, device), 3),
         "visits": round(forward / len(y), 3), "backward": round(backward / len(y), 3), "seconds": round(seconds, 2),
-        "history": history,
+        "history": history, **({"fetched": selector.fetched} if spec.cache and not spec.plain else {}),
         **({} if origin is None or spec.plain else copies_found(selector, origin)),
         **({} if spec.plain else found(selector, labels, truth)),
     }  # fmt: skip
@@ -335,7 +369,14 @@ def pack_trace(folder: str, file: str) -> None:
         file, population=plans[0].population, batch_size=plans[0].batch_size, sizes=[len(plan) for plan in plans],
         ids=np.concatenate([plan.ids for plan in plans]).astype(np.uint32 if plans[0].population > 65_536 else np.uint16),
         importance=np.concatenate([plan.importance for plan in plans]).astype(np.float16),
+        ranks=np.stack([_steps(plan) for plan in plans]),
     )  # fmt: skip
+
+
+def _steps(plan: salience.Plan) -> np.ndarray:
+    """Importance of every sample in 255 steps."""
+    ranks = np.zeros(plan.population, np.float32) if plan.ranks is None else plan.ranks.astype(np.float32)
+    return np.round(255 * ranks).astype(np.uint8)
 
 
 def unpack_trace(file: str, folder: str) -> salience.Trace:
@@ -350,6 +391,7 @@ def unpack_trace(file: str, folder: str) -> salience.Trace:
                 window=window, population=int(packed["population"]), batch_size=int(packed["batch_size"]),
                 ids=ids.astype(np.int64), weights=np.ones(size, np.float32), importance=importance.astype(np.float32),
                 level=np.zeros(size, np.uint8),
+                ranks=(packed["ranks"][window] / 255).astype(np.float16) if "ranks" in packed else None,
             )  # fmt: skip
             trace.write(plan)
     return trace

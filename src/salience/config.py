@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,6 +47,43 @@ def use(spec: str | Callable[..., Any] | Mapping[str, Any] | Use) -> Use:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Fetching:
+    """How far a plan gives way to what is cheap to fetch; needs a Loader with a cache."""
+
+    top: float = 0.7
+    """Share of the samples that count as important: only the others are exchanged."""
+    refresh: float = 0.25
+    """Share of the samples that were not picked which are visited besides, the least certain ranks first."""
+    tolerance: float = 0.1
+    """The samples of a class may change in number by this share of those exchanged."""
+    max_age: int = 12
+    """Windows after which an unimportant sample comes before those that are cheaper to fetch."""
+
+    def __post_init__(self) -> None:
+        for name in ("top", "refresh", "tolerance"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"select.fetch.{name} is {getattr(self, name)}; it must be from 0 to 1.")
+        if self.max_age < 1:
+            raise ConfigError(f"select.fetch.max_age is {self.max_age}; it must be at least 1.")
+
+
+def fetching(table: Any) -> Fetching | None:
+    """A Fetching from a table; None where there is none."""
+    if table is None or isinstance(table, Fetching):
+        return table
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"select.fetch must be a table, not {table!r}.")
+    options = cast("Mapping[str, Any]", table)
+    known = {f.name for f in fields(Fetching)}
+    for key, value in options.items():
+        if key not in known:
+            raise ConfigError(f"select.fetch has no setting {key!r}.{did_you_mean(key, known)}")
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise ConfigError(f"select.fetch.{key} is {value!r}; it must be a number.")
+    return Fetching(**options)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SelectConfig:
     """One selection pipeline: filters, scores, a sampler, and how much is kept when."""
 
@@ -62,6 +99,8 @@ class SelectConfig:
     """"fewer": a window that visits less has fewer steps. "constant": as many, by batches that shrink with the visits."""
     lr_power: float = 0.5
     """With constant steps the learning rate is multiplied by (batch / batch_size)^lr_power; 1 is linear scaling."""
+    fetch: Fetching | None = None
+    """How far plans give way to what is cheap to fetch; None not at all."""
 
     def __post_init__(self) -> None:
         if not 0 < self.pick <= 1:
@@ -80,6 +119,7 @@ class SelectConfig:
             "pick": self.pick,
             "steps": self.steps,
             "lr_power": self.lr_power,
+            **({} if self.fetch is None else {"fetch": asdict(self.fetch)}),
         }
 
     def merged(self, table: Mapping[str, Any]) -> SelectConfig:
@@ -102,6 +142,8 @@ class SelectConfig:
                         f"select.{key} is {value!r}; it must be {'a word' if key == 'steps' else 'a number'}."
                     )
                 changes[key] = value
+            elif key == "fetch":
+                changes[key] = fetching(value)
             else:
                 changes[key] = use(value)
         return replace(self, **changes)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from salience.batches import Orders, TagCollate, Tagged, Tagging, integer_targets
+from salience.config import SelectConfig
 from salience.errors import ConfigError, DataError, did_you_mean
 from salience.events import EventLog
 from salience.feed.cache import Feed
@@ -27,6 +28,7 @@ from salience.plan import Shard
 from salience.run import Run, Select
 from salience.run.base import Batch
 from salience.seeds import WORKERS, torch_seed
+from salience.select.fetching import Stock
 from salience.select.reference import Opinion
 from salience.select.steering import Paths
 from salience.signals.scorer import Scorer
@@ -127,6 +129,10 @@ class Loader(Run):
         """Batch of this window -> positions where another sample stands in."""
         if self._source is not None:
             self._know(self._source)
+        if self._feed is None and isinstance(self._config, SelectConfig) and self._config.fetch is not None:
+            self._warn(
+                "select has a [fetch] table and the Loader no cache: pass cache=, or nothing can be saved in reading."
+            )
         self._collate = collate_fn or default_collate
         self._orders = Orders()
         self._worker_generator = torch.Generator()
@@ -185,6 +191,14 @@ class Loader(Run):
             self._group.barrier()
         if self._copies is not None:
             self._copies.prints[:] = source.index.check.view(np.int64)
+
+    def _stock(self) -> Stock | None:
+        if self._feed is None or self._source is None:
+            return None
+        resident, layout = self._feed.kept, self._source.layout
+        if self._group is not None:  # every node has a cache of its own; plans go by that of the first
+            self._group.share(resident)
+        return Stock(resident=resident, shard=layout.shard, offset=layout.offset)
 
     def _begin_feed(self, shard: Shard) -> int | None:
         """Tell the cache what this window wants; the ticket of its first batch."""

@@ -135,8 +135,9 @@ def test_removing_a_damaged_file_makes_room(tmp_path, said):
     assert set(tier.get(range(4))) == {0, 2}
 
 
-def test_a_folder_that_was_cleared_in_between_is_made_anew(tmp_path, said):
-    tier = opened(tmp_path, said)
+@pytest.mark.parametrize("limit", [":1GB", ""])
+def test_a_folder_that_was_cleared_in_between_is_made_anew(tmp_path, said, limit):
+    tier = opened(tmp_path, said, limit=limit)
     fill(tier, range(3))
     shutil.rmtree(tier.folder)
     assert tier.get(range(3)) == {}
@@ -264,7 +265,7 @@ def test_half_written_files_go_after_an_hour(tmp_path, said):
     tier = opened(tmp_path, said)
     fill(tier, range(3))
     old, new = Path(tier.folder) / "01" / ".1-dead-1", Path(tier.folder) / "01" / ".257-busy-1"
-    for path in (old, new):
+    for path in (old, new, Path(tier.folder) / "01" / ("9" * 40)):  # and what is no sample is left alone
         path.write_bytes(b"half")
     os.utime(old, (time.time() - 4000,) * 2)
     again = opened(tmp_path, said)

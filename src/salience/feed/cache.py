@@ -97,6 +97,8 @@ class Feed:
         self.handle = Handle(self.shared, self._rank, source.sizes, views)
         self._serial = 0
         self._done: set[int] = set()
+        self._end = 1
+        """The ticket after the last of this window."""
         self._known = np.zeros(len(source), dtype=np.float32)
         self._before = Counts()
         self._process: _Process | None = None
@@ -112,6 +114,7 @@ class Feed:
         self.shared.first[self._rank] = first
         self.shared.done[self._rank] = first
         self._done = set()
+        self._end = first + len(plan.shard(self._ranks[self._rank], self._world)) - len(delivered)
         skip = [delivered] if self._group is None else [set(part) for part in self._group.of_node(sorted(delivered))]
         self.resident = np.flatnonzero(self.kept)
         resident, self._restored = self._restored, None
@@ -129,10 +132,11 @@ class Feed:
             Window(
                 batches=[[shard.ids(k) for k in range(len(shard))] for shard in shards],
                 skip=skip,
+                serial=self._serial,
                 first=[first] * len(shards),
                 importance=self._importance(plan),
                 resident=resident,
-            )  # fmt: skip
+            )
         )
 
     def ticket(self, position: int) -> int:
@@ -157,10 +161,18 @@ class Feed:
     def kept(self) -> npt.NDArray[np.bool_]:
         """Which samples the cache of this node keeps, bool [n]."""
         if self._restored is None:
+            self._settle()
             return self.shared.kept
         kept = np.zeros(len(self.source), dtype=bool)
         kept[self._restored] = True
         return kept
+
+    def _settle(self) -> None:
+        """Wait until the cache has decided what it keeps of a window that was delivered to its end."""
+        if int(self.shared.done[self._rank]) < self._end:
+            return
+        while self.shared.settled[0] < self._serial and not self.shared.failed[0]:
+            time.sleep(0.001)
 
     def counts(self) -> dict[str, int]:
         return self.shared.counts()

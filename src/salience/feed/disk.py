@@ -140,7 +140,7 @@ class DiskTier:
 
     def _room_on_disk(self) -> float:
         try:
-            disk = os.statvfs(self.folder)
+            disk = os.statvfs(os.path.dirname(self.folder))
         except OSError as error:
             self._stop_writing(error)
             return 0
@@ -183,8 +183,9 @@ class DiskTier:
                     names += self._names(f"{self.folder}/{k:02x}")
         except OSError as error:
             return self._stop_reading(error)
-        ids = np.array([int(name) for name in names if name.isdecimal()], dtype=np.int64)
-        used = int(taken(self._sizes[ids[ids < len(self._sizes)]]).sum())
+        n = len(self._sizes)
+        ids = np.array([i for name in names if name.isdecimal() and (i := int(name)) < n], dtype=np.int64)
+        used = int(taken(self._sizes[ids]).sum())
         with self._lock:
             self._used = used + self._claimed - before
 

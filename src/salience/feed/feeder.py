@@ -44,6 +44,8 @@ class Window:
     """Of each rank of the node, its batches."""
     skip: list[set[int]]
     """Of each rank, batches delivered before the run was interrupted: the cache has seen them, nobody wants them."""
+    serial: int
+    """How manieth window it is."""
     first: list[int]
     """Of each rank, the ticket of its first batch that is wanted."""
     importance: npt.NDArray[np.float32]
@@ -113,6 +115,7 @@ class Feeder:
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="salience-tiers") if tiers else None
         self._inbox: deque[Any] = deque()
         self._over = False
+        self._serial = 0
 
     def serve(self, inbox: Any, parent: int | None) -> None:
         """Until the inbox closes or the parent is gone."""
@@ -160,6 +163,7 @@ class Feeder:
         if message is None:
             self._over = True
             return
+        self._serial = message.serial
         self._todo.clear()
         for batches in self._ahead:  # of a window that was broken off
             for batch in batches:
@@ -453,6 +457,8 @@ class Feeder:
             state[i] = ABSENT | (state[i] & KEPT)
 
     def _publish(self) -> None:
+        if not self._todo:
+            self.shared.settled[0] = self._serial
         for rank, batches in enumerate(self._ahead):
             staged = int(self.shared.staged[rank])
             for batch in batches:

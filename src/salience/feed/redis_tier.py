@@ -135,15 +135,13 @@ class RedisTier:
 
         found: dict[int, bytes] = {}
         bad: list[int] = []
-        sizes: list[int] = (self._sizes[np.asarray(ids, dtype=np.int64)] + SEAL).tolist()
-        allowed = [(i, size) for i, size in zip(ids, sizes, strict=True) if size <= LARGEST]
+        sizes: list[int] = self._sizes[np.asarray(ids, dtype=np.int64)].tolist()
         try:
-            for part in parts([size for _, size in allowed]):
+            for part in parts(sizes):
                 if not self._away.over():
                     break
-                some = [i for i, _ in allowed[part]]
-                values: list[bytes | None] = self._client.mget([self._key(i) for i in some])
-                for i, value in zip(some, values, strict=True):
+                values: list[bytes | None] = self._client.mget([self._key(i) for i in ids[part]])
+                for i, value in zip(ids[part], values, strict=True):
                     if value is None:
                         continue
                     data = value[SEAL:]
@@ -166,7 +164,7 @@ class RedisTier:
         writes = written = there = 0
         allowed = [(i, data) for i, data in found.items() if len(data) + SEAL <= LARGEST]
         try:
-            for part in parts([len(data) + SEAL for _, data in allowed]):
+            for part in parts([len(data) for _, data in allowed]):
                 if not (self._full.over() and self._away.over()):
                     break
                 with self._client.pipeline(transaction=False) as pipe:
@@ -179,7 +177,10 @@ class RedisTier:
                     written += len(data) if answer is True else 0
                     there += answer is None
                 refusals = [answer for answer in answers if isinstance(answer, Exception)]
-                self._refused(refusals[0]) if refusals else self._full.end()
+                if refusals:
+                    self._refused(refusals[0])
+                else:
+                    self._full.end()
         except (exceptions.RedisError, OSError) as error:
             self._lost(error)
         self._tally.add(writes=writes, written_bytes=written, refused=len(found) - there - writes)
@@ -219,7 +220,6 @@ def _client(url: str, timeout: float) -> tuple[Any, str]:
     """The client and the place it asks, which is safe to show; no connection is made."""
     try:
         import redis
-        from redis import exceptions
         from redis.backoff import NoBackoff
         from redis.retry import Retry
     except ImportError:
@@ -233,9 +233,7 @@ def _client(url: str, timeout: float) -> tuple[Any, str]:
             protocol=2,
             socket_timeout=timeout,
             socket_connect_timeout=timeout,
-            retry=Retry(
-                NoBackoff(), 1, (exceptions.ConnectionError,)
-            ),  # a connection that the server closed for being idle
+            retry=Retry(NoBackoff(), 0),  # when to ask again, Pause says
             **options,
         )
     except ValueError:

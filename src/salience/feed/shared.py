@@ -86,6 +86,8 @@ class Shared:
         """Tickets below this have their bytes here, until..."""
         self.done: npt.NDArray[np.int64] = part(np.int64, ranks)
         """...the rank sets this above them."""
+        self.settled: npt.NDArray[np.int64] = part(np.int64, 1)
+        """How manieth window the cache has decided all of what it keeps."""
         self.failed: npt.NDArray[np.int64] = part(np.int64, 1)
         """Length of the message, where the feeder had to give up."""
         self.offset: npt.NDArray[np.int64] = part(np.int64, n)
@@ -113,7 +115,7 @@ class Shared:
 
 def _front(n: int, ranks: int) -> int:
     """Bytes before the samples', in whole pages."""
-    size = 8 * (len(COUNTERS) + 3 * ranks + 1 + n) + MESSAGE + n
+    size = 8 * (len(COUNTERS) + 3 * ranks + 2 + n) + MESSAGE + n
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 

@@ -26,6 +26,7 @@ from salience.plan import Plan, Shard, Trace
 from salience.run.base import Batch, warn
 from salience.run.losses import Losses
 from salience.select import Pipeline, preset
+from salience.select.fetching import Stock
 from salience.select.pick import RecentLosses
 from salience.select.reference import Opinion, reference_of
 from salience.select.steering import Paths, Steering
@@ -197,7 +198,7 @@ class Windows(Losses):
             plan = self._pipeline.plan(
                 self._ledger, window=self.epoch, windows=self.epochs, batch_size=size, seed=self.seed,
                 drop_last=self.drop_last, steered=self._steered, noise=self._noise,
-                copies=None if self._copies is None else self._copies.found,
+                copies=None if self._copies is None else self._copies.found, stock=self._stock(),
             )  # fmt: skip
             self._noise = plan.noise
             return replace(plan, batch_size=self._batch_for(len(plan)), lr_scale=self._scale_for(len(plan)))
@@ -209,6 +210,10 @@ class Windows(Losses):
             ids=self._plain_order(draws_worker_seed), weights=ones, importance=ones.copy(),
             level=np.zeros(self.n, dtype=np.uint8),
         )  # fmt: skip
+
+    def _stock(self) -> Stock | None:
+        """Where the bytes of the samples are, the same on every rank; None where that is not known."""
+        return None
 
     def _plain_order(self, draws_worker_seed: bool) -> npt.NDArray[np.int64]:
         """The order in which DataLoader(shuffle=True, generator=g) would deliver, drawing from g what it would draw."""

@@ -53,10 +53,10 @@ class Judgement:
 def judge(history: Any, *, before: float = 0.0, floor: float = 0.01, lowest: float = LOWEST) -> Judgement:
     """What a ledger (or a view of one) says of its labels.
 
-    `before` is the rate estimated a window ago, NaN where one could not tell. Labels found wrong and left out are looked at less often, so that the
-    model seems less sure of them: the rate is remembered, falls by 1% a window, and is at most 6/5 of what still looks
-    wrong. Whether there is noise is asked again only when it is under `floor`; until then margins are compared with
-    those of their time.
+    `before` is the rate estimated a window ago, NaN where one could not tell. Labels found wrong and left out are looked
+    at less often, so that the model seems less sure of them: the rate is remembered, falls by 1% a window, and is at
+    most 6/5 of what still looks wrong. Whether there is noise is asked again only when it is under `floor`; until then
+    margins are compared with those of their time.
     """
     label, guess, p = history.label, history.guess, history.guess_p
     plain = contradiction(history.margin, label, history.last_seen if before >= floor else None)

@@ -15,8 +15,9 @@ from salience.ledger.copies import Copies
 from salience.plan import Note, Plan
 from salience.registry import Card, card_of, check_options, find
 from salience.seeds import PLAN, generator
+from salience.select.fetching import Exchange, Rng, Stock, exchange, refresh_set, resident_first, told
 from salience.select.ranks import rank_normalise
-from salience.select.view import NO_REFERENCE, Bools, Candidates, Clock, Draw, Floats, Reference, Verdict, View
+from salience.select.view import NO_REFERENCE, Bools, Candidates, Clock, Draw, Floats, Ids, Reference, Verdict, View
 from salience.select.weights import loss_weights, scaled_weights
 
 Warn = Callable[[str], None]
@@ -89,7 +90,9 @@ class Pipeline:
     @property
     def exact(self) -> bool:
         """Whether the number of visits of every window follows from the config alone."""
-        return all(part.card.exact for part in (*self.filters, *self.scores, self.sampler, self.curve))
+        return self.config.fetch is None and all(
+            part.card.exact for part in (*self.filters, *self.scores, self.sampler, self.curve)
+        )
 
     def keep(self, clock: Clock) -> float:
         share = float(self.curve.call(clock, **self.curve.options))
@@ -113,10 +116,12 @@ class Pipeline:
         steered: float | None = None,
         noise: float = 0.0,
         copies: Copies | None = None,
+        stock: Stock | None = None,
     ) -> Plan:
         """A pure function of its arguments (and of config, reference and which plug-ins are off).
 
-        `noise` is that of the plan before (`Plan.noise`), `copies` what is known of near-copies.
+        `noise` is that of the plan before (`Plan.noise`), `copies` what is known of near-copies, `stock` where the bytes
+        of the samples are.
         """
         for part in (*self.filters, *self.scores, self.sampler):
             if "reference" in part.card.needs and self.reference is None:
@@ -129,6 +134,10 @@ class Pipeline:
         budget = max(1, round(max(clock.keep, sifted.share) * ledger.n))
         importance, raw = self._score(view)
         ids, weights = self._draw(view, sifted, importance, raw, budget, rng)
+        notes = sifted.notes
+        if self.config.fetch is not None and budget < ledger.n:
+            ids, weights, note = self._fetch(view, sifted, importance, ids, weights, stock, rng)
+            notes = (*notes, note)
         if sifted.factor is not None:
             weights = scaled_weights(weights, sifted.factor[ids])
         if (weights == 1).all():
@@ -136,11 +145,35 @@ class Pipeline:
         else:
             order = rng.permutation(len(ids))
             ids, weights = ids[order], weights[order]
+        if self.config.fetch is not None and stock is not None:
+            order = resident_first(ids, stock.resident, batch_size)
+            ids, weights = ids[order], weights[order]
         return Plan(
             window=window, population=ledger.n, batch_size=batch_size, drop_last=drop_last,
             ids=ids, weights=weights, importance=importance[ids], level=np.zeros(len(ids), dtype=np.uint8),
-            ranks=importance.astype(np.float16), notes=sifted.notes, noise=sifted.noise or 0.0,
+            ranks=importance.astype(np.float16), notes=notes, noise=sifted.noise or 0.0,
         )  # fmt: skip
+
+    def _fetch(
+        self, view: View, sifted: Sifted, importance: Floats, ids: Ids, weights: Floats, stock: Stock | None, rng: Rng
+    ) -> tuple[Ids, Floats, Note]:
+        """The samples that are looked at besides, and the unimportant ones exchanged for what is cheap to fetch."""
+        how = self.config.fetch
+        assert how is not None
+        found: Exchange | None = None
+        if stock is not None:
+            found = exchange(
+                ids, importance, stock, label=view.label, age=view.age, forced=sifted.forced, allowed=sifted.allowed, how=how
+            )  # fmt: skip
+            place = np.full(view.n, -1, dtype=np.int64)
+            place[ids] = np.arange(len(ids))
+            ids = ids.copy()
+            ids[place[found.out]] = found.taken
+        picked = np.zeros(view.n, dtype=bool)
+        picked[ids] = True
+        more = refresh_set(view, picked, sifted.allowed, how.refresh, rng)
+        note = told(found, len(more), view.age, how)
+        return np.concatenate((ids, more)), np.concatenate((weights, np.ones(len(more), dtype=np.float32))), note
 
     def _filter(self, view: View) -> Sifted:
         """Which samples may be visited, which must be and which weigh less, and what each filter did.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from salience.config import SelectConfig, Use
+from salience.config import Fetching, SelectConfig, Use
 from salience.errors import ConfigError, did_you_mean
 
 
@@ -31,6 +31,14 @@ PRESETS: dict[str, SelectConfig] = {
         scores=(Use(name="difficulty"),),
         sampler=_use("ratio", explore=0.1),
         keep=_use("all_less_all", share=0.41, warmup=2, end=0.2),
+    ),
+    # `default`, where reading the samples is what takes the time: Loader(source, cache=...).
+    "io": SelectConfig(
+        filters=(_use("class_floor", share=0.01), _use("redundancy"), _use("noise")),
+        scores=(Use(name="difficulty"),),
+        sampler=_use("ratio", explore=0.1),
+        keep=_use("all_less_all", share=0.41, warmup=2, end=0.2),
+        fetch=Fetching(),
     ),
     # The control: any samples, equally likely.
     "uniform": SelectConfig(keep=_use("constant", share=0.5)),

@@ -1,0 +1,198 @@
+"""Plans that are cheap to fetch (`select="io"`): unimportant samples are exchanged for others whose bytes are at hand.
+
+The planner knows what the cache holds and how samples lie in their shards when a window begins, so that the exchange is part of
+the plan: frozen, replayable, equal on all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from salience.config import Fetching
+from salience.plan import Note
+from salience.select.ranks import rank_normalise
+from salience.select.view import Bools, Floats, Ids, View
+
+Rng = np.random.Generator
+LEAD = 8
+"""Batches at the start of a window that are made of what is resident, while the others are being read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Stock:
+    """Where the bytes of the samples are when a window begins."""
+
+    resident: Bools
+    """In the cache, bool [n]."""
+    shard: npt.NDArray[np.int32]
+    """int32 [n]; -1 where a sample is an object of its own."""
+    offset: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Exchange:
+    """Which samples of a plan were exchanged for which."""
+
+    out: Ids
+    taken: Ids
+    """As many, in the same order."""
+    overdue: int
+    """Of those taken, how many had waited longer than `max_age`,"""
+    resident: int
+    """how many the cache holds,"""
+    packaged: int
+    """and how many lie beside each other, so that one request brings several."""
+
+
+def refresh_set(view: View, picked: Bools, allowed: Bools | None, share: float, rng: Rng) -> Ids:
+    """`share` of the samples that were not picked, those with the least certain rank first, int64 [k].
+
+    A rank is the less certain the longer the sample was not seen and the more its loss varies:
+
+        u_i = age_i + rank(variance_i) in [0, 1]
+    """
+    free = ~picked if allowed is None else allowed & ~picked
+    ids = np.flatnonzero(free)
+    count = round(share * len(ids))
+    if not count:
+        return np.empty(0, dtype=np.int64)
+    spread = np.nan_to_num(rank_normalise(view.var_loss[ids]), nan=1.0)
+    u = view.age[ids] + spread + 1e-3 * rng.random(len(ids))
+    return ids[np.argpartition(-u, count - 1)[:count]]
+
+
+def exchange(
+    ids: Ids,
+    importance: Floats,
+    stock: Stock,
+    *,
+    label: npt.NDArray[Any],
+    age: npt.NDArray[Any],
+    forced: Bools | None,
+    allowed: Bools | None,
+    how: Fetching,
+) -> Exchange:
+    """Unimportant samples of a plan that would have to be fetched one by one, and what to take in their place.
+
+    Only what is among the least important share 1 - top is given or taken, so that importance decides as before. First
+    whoever waited longer than `max_age` windows; then what is resident, the longest waiting first, class by class;
+    then samples that lie beside each other. The number of samples of a class changes by at most `tolerance` of those
+    exchanged. What finds no partner stays.
+    """
+    n = len(importance)
+    low = importance <= np.float32(1 - how.top)
+    picked = np.zeros(n, dtype=bool)
+    picked[ids] = True
+    spare = low & ~picked
+    if allowed is not None:
+        spare &= allowed
+    dear = picked & low & ~stock.resident & (age <= how.max_age)
+    if forced is not None:
+        dear &= ~forced
+    out = np.flatnonzero(dear)
+    classes = np.where(label < 0, 0, label).astype(np.int64)
+    room = np.bincount(classes[out], minlength=int(classes.max(initial=0)) + 1)
+    slack = int(how.tolerance * len(out))
+
+    overdue = _oldest(np.flatnonzero(spare & (age > how.max_age)), age)[: len(out)]
+    room = room - np.bincount(classes[overdue], minlength=len(room))
+    spare[overdue] = False
+
+    here = _within(_oldest(np.flatnonzero(spare & stock.resident), age), classes, room, 0)
+    here = here[: len(out) - len(overdue)]
+    room = room - np.bincount(classes[here], minlength=len(room))
+    spare[here] = False
+
+    left = len(out) - len(overdue) - len(here)
+    beside = np.empty(0, dtype=np.int64)
+    if left > 0 and len(stock.shard) and (stock.shard >= 0).any():
+        pool = (spare & ~stock.resident) | dear
+        beside = _within(_runs(pool, age, stock, left), classes, np.maximum(room, 0), slack)[:left]
+    stays = np.zeros(n, dtype=bool)
+    stays[beside[picked[beside]]] = True  # was picked already, and lies well
+    beside = beside[~picked[beside]]
+    out = out[~stays[out]]
+    taken = np.concatenate((overdue, here, beside))[: len(out)]
+    # Who is exchanged: of the classes that get something in return first, so that class counts stay.
+    order = _matched(classes[out], classes[taken])
+    return Exchange(
+        out=out[order], taken=taken, overdue=min(len(overdue), len(taken)), resident=len(here), packaged=len(beside)
+    )
+
+
+def resident_first(ids: Ids, resident: Bools, batch_size: int) -> npt.NDArray[np.int64]:
+    """An order of positions in which the first batches are made of resident samples, as far as there are any.
+
+    At most LEAD batches and a tenth of the plan; everything else stays in the order it has, which is random.
+    """
+    count = min(LEAD * batch_size, len(ids) // 10)
+    first = np.flatnonzero(resident[ids])[:count]
+    rest = np.ones(len(ids), dtype=bool)
+    rest[first] = False
+    return np.concatenate((first, np.flatnonzero(rest)))
+
+
+def told(found: Exchange | None, refreshed: int, age: npt.NDArray[Any], how: Fetching) -> Note:
+    """What became of the plan, and how long samples wait."""
+    within = float((age <= how.max_age).mean())
+    waits = f"the longest waiting was seen {int(age.max(initial=0))} windows ago, {within:.1%} within {how.max_age}"
+    if found is None:
+        return Note(name="fetch", dropped=0, forced=refreshed, reason=f"{refreshed} looked at again; {waits}")
+    reason = (
+        f"{len(found.out)} unimportant samples exchanged for {found.resident} resident, {found.packaged} beside each other "
+        f"and {found.overdue} overdue; {refreshed} looked at again; {waits}"
+    )
+    return Note(name="fetch", dropped=len(found.out), forced=refreshed, reason=reason)
+
+
+def _oldest(ids: Ids, age: npt.NDArray[Any]) -> Ids:
+    return ids[np.argsort(-age[ids], kind="stable")]
+
+
+def _within(ids: Ids, classes: Ids, room: npt.NDArray[np.int64], slack: int) -> Ids:
+    """The first of `ids` of each class, as many as the class has room and `slack` more."""
+    order = np.argsort(classes[ids], kind="stable")
+    sorted_classes = classes[ids][order]
+    starts = np.searchsorted(sorted_classes, sorted_classes)
+    fits = np.arange(len(ids)) - starts < np.maximum(room[sorted_classes] + slack, 0)
+    return ids[np.sort(order[fits])]
+
+
+def _runs(pool: Bools, age: npt.NDArray[Any], stock: Stock, count: int) -> Ids:
+    """Samples of `pool` in runs of neighbours, the runs with the highest sum of ages first, at least `count` samples."""
+    order = np.lexsort((stock.offset, stock.shard))
+    inside = pool[order] & (stock.shard[order] >= 0)
+    shard = stock.shard[order]
+    begins = inside & ~(np.concatenate(([False], inside[:-1])) & np.concatenate(([False], shard[1:] == shard[:-1])))
+    run = np.cumsum(begins) - 1
+    ids, run = order[inside], run[inside]
+    if not len(ids):
+        return ids
+    worth = np.bincount(run, weights=np.maximum(age[ids], 1))
+    best = np.argsort(-worth, kind="stable")
+    rank = np.empty(len(best), dtype=np.int64)
+    rank[best] = np.arange(len(best))
+    order = np.argsort(rank[run], kind="stable")
+    ends = np.cumsum(np.bincount(run)[best])
+    whole = int(ends[min(int(np.searchsorted(ends, count)), len(ends) - 1)])
+    return ids[order][:whole]
+
+
+def _matched(given: Ids, wanted: Ids) -> npt.NDArray[np.int64]:
+    """Positions in `given`, one for each of `wanted`: of the same class where there is one left, else any."""
+    used = np.zeros(len(given), dtype=bool)
+    places = np.full(len(wanted), -1, dtype=np.int64)
+    order_g, order_w = np.argsort(given, kind="stable"), np.argsort(wanted, kind="stable")
+    g, w = given[order_g], wanted[order_w]
+    nth = np.arange(len(w)) - np.searchsorted(w, w)
+    at = np.searchsorted(g, w) + nth
+    fits = at < np.searchsorted(g, w, side="right")
+    places[order_w[fits]] = order_g[at[fits]]
+    used[places[places >= 0]] = True
+    rest = np.flatnonzero(places < 0)
+    places[rest] = np.flatnonzero(~used)[: len(rest)]
+    return places

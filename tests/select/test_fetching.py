@@ -1,0 +1,168 @@
+"""Plans that are cheap to fetch: only the unimportant give way, class counts stay, nobody waits for ever."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import salience
+from salience.config import Fetching
+from salience.errors import ConfigError
+from salience.ledger import Ledger
+from salience.select import Pipeline
+from salience.select.fetching import Stock, exchange, refresh_set, resident_first
+from salience.select.view import Clock, View
+
+N, CLASSES = 2000, 5
+
+
+@pytest.fixture
+def world():
+    """Importance, labels, ages, and a cache that holds a tenth, among them unimportant samples."""
+    rng = np.random.default_rng(0)
+    importance = (rng.permutation(N) / (N - 1)).astype(np.float32)
+    resident = np.zeros(N, dtype=bool)
+    resident[rng.permutation(N)[:200]] = True
+    stock = Stock(resident=resident, shard=(np.arange(N) // 500).astype(np.int32), offset=np.arange(N) % 500 * 1000)
+    return importance, rng.integers(0, CLASSES, N), rng.integers(1, 6, N), stock, rng
+
+
+def exchanged(world, ids, how, *, forced=None, allowed=None, stock=None, age=None):
+    importance, label, ages, its, _ = world
+    return exchange(
+        ids, importance, stock or its, label=label, age=ages if age is None else age, forced=forced, allowed=allowed, how=how
+    )  # fmt: skip
+
+
+def test_only_unimportant_samples_give_way_and_only_to_unimportant_ones(world):
+    importance, label, _, stock, rng = world
+    ids = rng.permutation(N)[:800]
+    how = Fetching(top=0.7, tolerance=0.0)
+    found = exchanged(world, ids, how)
+    assert len(found.taken) == len(found.out) > 50
+    assert importance[found.out].max() <= 0.3
+    assert importance[found.taken].max() <= 0.3
+    assert set(found.out) <= set(ids)
+    assert not set(found.taken) & set(ids)
+    assert len(set(found.taken)) == len(found.taken)
+    assert not stock.resident[found.out].any()
+    assert found.resident == np.count_nonzero(stock.resident[found.taken]) > 20
+    counts = [np.bincount(label[part], minlength=CLASSES) for part in (found.out, found.taken)]
+    np.testing.assert_array_equal(*counts)
+
+
+def test_class_counts_change_by_no_more_than_the_tolerance(world):
+    _, label, _, _, rng = world
+    for tolerance in (0.05, 0.3):
+        found = exchanged(world, rng.permutation(N)[:800], Fetching(top=0.5, tolerance=tolerance))
+        counts = [np.bincount(label[part], minlength=CLASSES) for part in (found.out, found.taken)]
+        assert np.abs(counts[0] - counts[1]).max() <= tolerance * len(found.out) + 1
+
+
+def test_forced_and_filtered_samples_are_left_alone(world):
+    *_, rng = world
+    ids = rng.permutation(N)[:800]
+    forced, allowed = rng.random(N) < 0.5, rng.random(N) < 0.5
+    found = exchanged(world, ids, Fetching(), forced=forced, allowed=allowed)
+    assert len(found.out) > 10
+    assert not forced[found.out].any()
+    assert allowed[found.taken].all()
+
+
+def test_who_waited_too_long_comes_first(world):
+    *_, ages, _, rng = world
+    ids = rng.permutation(N)[:800]
+    age = ages.copy()
+    picked = np.isin(np.arange(N), ids)
+    late = np.flatnonzero(~picked & (world[0] <= 0.3))[:20]
+    age[late] = 40
+    found = exchanged(world, ids, Fetching(max_age=12), age=age)
+    assert found.overdue == 20
+    assert set(late) <= set(found.taken)
+
+
+def test_samples_beside_each_other_make_longer_runs(world):
+    importance, _, _, stock, rng = world
+    ids = rng.permutation(N)[:800]
+    nothing = dataclasses.replace(stock, resident=np.zeros(N, dtype=bool))
+
+    def requests(chosen):
+        low = np.zeros(N + 1, dtype=bool)
+        low[chosen[importance[chosen] <= 0.5]] = True
+        return np.count_nonzero(low[1:] & ~low[:-1]) / np.count_nonzero(low)
+
+    found = exchanged(world, ids, Fetching(top=0.5, tolerance=0.2), stock=nothing)
+    assert found.resident == 0
+    assert found.packaged > 50
+    after = np.setdiff1d(np.concatenate((ids, found.taken)), found.out)
+    assert requests(after) < 0.8 * requests(ids)
+
+
+def test_a_store_without_shards_or_classes_is_no_trouble(world):
+    importance, _, _, stock, rng = world
+    objects = dataclasses.replace(stock, shard=np.full(N, -1, np.int32))
+    ids = rng.permutation(N)[:800]
+    found = exchange(
+        ids, importance, objects, label=np.full(N, -1), age=np.ones(N, int), forced=None, allowed=None, how=Fetching()
+    )
+    assert found.packaged == 0
+    assert found.resident > 20
+
+
+def test_the_least_certain_ranks_are_refreshed_first():
+    ledger = Ledger(100)
+    ledger.last_seen[:] = 5
+    ledger.last_seen[:10] = 1
+    ledger.var_loss[:] = np.arange(100, dtype=np.float32)
+    view = View(ledger, Clock(window=6, windows=20))
+    picked = np.zeros(100, dtype=bool)
+    picked[90:] = True
+    ids = refresh_set(view, picked, None, 0.25, np.random.default_rng(0))
+    assert len(ids) == round(0.25 * 90)
+    assert set(range(10)) <= set(ids)  # not seen for long
+    assert set(ids) - set(range(10)) == set(range(90 - (len(ids) - 10), 90))  # then those that vary
+    assert not set(refresh_set(view, picked, np.arange(100) > 50, 1.0, np.random.default_rng(0))) & set(range(51))
+    assert len(refresh_set(view, picked, None, 0.0, np.random.default_rng(0))) == 0
+
+
+def test_a_window_starts_with_what_is_resident():
+    ids = np.random.default_rng(0).permutation(1000)
+    resident = ids < 50
+    resident = np.zeros(1000, dtype=bool)
+    resident[:50] = True
+    order = resident_first(ids, resident, batch_size=10)
+    assert sorted(order) == list(range(1000))
+    assert resident[ids[order][:50]].all()
+    few = resident_first(ids, np.ones(1000, dtype=bool), batch_size=10)
+    np.testing.assert_array_equal(ids[few], ids)
+
+
+def test_plans_are_the_same_for_the_same_stock_and_say_what_was_exchanged(world):
+    *_, stock, _ = world
+    ledger = Ledger(N)
+    rng = np.random.default_rng(1)
+    ledger.set_labels(rng.integers(0, CLASSES, N))
+    ledger.mean_loss[:] = rng.random(N)
+    ledger.seen[:] = 3
+    ledger.last_seen[:] = 2
+    config = salience.select.preset("io").merged(
+        {"filters": [], "scores": ["ema_loss"], "fetch": {"refresh": 0.1, "top": 0.2}}
+    )
+    plans = [Pipeline(config).plan(ledger, window=5, windows=20, batch_size=32, seed=0, stock=stock) for _ in range(2)]
+    np.testing.assert_array_equal(plans[0].ids, plans[1].ids)
+    assert len(set(plans[0].ids)) == len(plans[0])
+    assert len(plans[0]) == round(0.41 * N) + round(0.1 * (N - round(0.41 * N)))
+    assert "exchanged for" in plans[0].notes[-1].reason
+    without = Pipeline(dataclasses.replace(config, fetch=None)).plan(
+        ledger, window=5, windows=20, batch_size=32, seed=0
+    )
+    hits = [np.count_nonzero(stock.resident[plan.ids]) / len(plan) for plan in (plans[0], without)]
+    assert hits[0] > hits[1]
+
+
+@pytest.mark.parametrize("table", [{"top": 2}, {"max_age": 0}, {"topp": 0.5}, {"top": "much"}, 7])
+def test_a_wrong_fetch_table_is_named(table):
+    with pytest.raises(ConfigError, match=r"select\.fetch"):
+        salience.select.preset("io").merged({"fetch": table})
