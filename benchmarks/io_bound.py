@@ -126,10 +126,10 @@ class Bench:
     def run(self, row: Row, pauses: Sequence[float], plans: Plans | None = None, ranges: bool = False) -> list[Window]:
         """Each window in turn; `plans` is what must have been delivered, everything where there is none."""
         windows: list[Window] = apart(_consume, self, row, pauses, ranges)
-        everything = np.sort(self.numbers)
-        for window, (ids, _) in zip(windows, plans or [(np.empty(0), np.empty(0))] * len(windows), strict=True):
+        numbers = self.numbers
+        for k, window in enumerate(windows):
             wanted, got = (
-                (everything, np.sort(window.numbers)) if plans is None else (self.numbers[ids], window.numbers)
+                (numbers[plans[k][0]], window.numbers) if plans else (np.sort(numbers), np.sort(window.numbers))
             )
             if not np.array_equal(wanted, got):
                 raise SystemExit(f"{row.name}: what was delivered is not what was planned; the row is worth nothing.")

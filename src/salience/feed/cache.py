@@ -5,32 +5,32 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from salience.errors import ConfigError, DataError, StoreError
+from salience.errors import ConfigError, DataError, SalienceError, StoreError
 from salience.feed import apart
-from salience.feed.feeder import Feeder, Ids, Limits, Window
-from salience.feed.policies import policy
+from salience.feed.disk import parse_disk
+from salience.feed.feeder import LAST_WRITES, Feeder, Ids, Limits, Window
+from salience.feed.policies import Policy, policy
 from salience.feed.reads import Broken, Counts, Reader
-from salience.feed.shared import BROKEN, Shared, Token
+from salience.feed.shared import BROKEN, SERIAL, Shared, Token
 from salience.feed.sizes import parse_bytes
 from salience.feed.source import Source
 from salience.feed.tiers import open_tiers
 from salience.ledger.exchange import Group
 from salience.plan import Plan
 
-SERIAL = 32
-"""Tickets are (how manieth window << SERIAL) + position in it, so that none ever comes twice."""
 LEAST_AHEAD = 64 * 1024 * 1024
 
 
@@ -60,7 +60,7 @@ class Handle:
         while shared.staged[rank] <= ticket or shared.first[rank] > ticket:
             if shared.first[rank] > ticket:
                 raise DataError("This batch belongs to a window that was broken off.")
-            if shared.failed[0]:
+            if shared.failed[0] > ticket:
                 raise StoreError(shared.failure)
             if os.getpid() != self._parent and os.getppid() != parents[1]:
                 raise SystemExit  # the training process is gone
@@ -84,17 +84,22 @@ class Feed:
         workers: int,
         group: Group | None = None,
     ) -> None:
-        self.source, self.name, self.disk, self.redis = source, policy, disk, redis
-        self.budget = checked_budget(cache, source)
-        self.workers = workers
+        self.source, self.budget = source, checked_budget(cache, source)
         self._group = group
         ranks = [0] if group is None else group.node_ranks
         self._ranks = ranks
         self._world = 1 if group is None else group.world
         self._rank = 0 if group is None else ranks.index(group.rank)
-        self.limits, capacity = _limits(source, self.budget, batch_size, workers, len(ranks))
+        limits, capacity = _limits(source, self.budget, batch_size, workers, len(ranks))
+        _check_tiers(disk, redis, source)
         self.shared = _shared(group, len(source), len(ranks), capacity)
+        self._job = Job(
+            shared=self.shared, source=source, policy=policy, budget=self.budget, limits=limits, workers=workers,
+            disk=disk, redis=redis,
+        )  # fmt: skip
+        self._job.open_policy()  # a wrong name or size is said now
         self.handle = Handle(self.shared, self._rank, source.sizes, views)
+        self._owner = os.getpid()
         self._serial = 0
         self._done: set[int] = set()
         self._end = 1
@@ -105,10 +110,13 @@ class Feed:
         self._restored: Ids | None = None
         self.resident: Ids = np.empty(0, dtype=np.int64)
         """What the cache held when the window in progress began."""
-        _open_policy(self)  # a wrong name or size is said now
 
     def window(self, plan: Plan, delivered: set[int]) -> None:
         """A window begins; `delivered` batches of this rank are not wanted again."""
+        if os.getpid() != self._owner:  # two feeders would write into one memory
+            raise ConfigError("The cache belongs to the process that made the Loader; make one in each that iterates.")
+        self.resident = np.flatnonzero(self.kept)
+        resident, self._restored = self._restored, None
         self._serial += 1
         first = self._serial << SERIAL
         self.shared.first[self._rank] = first
@@ -116,17 +124,16 @@ class Feed:
         self._done = set()
         self._end = first + len(plan.shard(self._ranks[self._rank], self._world)) - len(delivered)
         skip = [delivered] if self._group is None else [set(part) for part in self._group.of_node(sorted(delivered))]
-        self.resident = np.flatnonzero(self.kept)
-        resident, self._restored = self._restored, None
         if self._group is not None:
             self._group.barrier()  # everybody has read what is resident before it changes
             if not self._group.leads_node:
                 return
         if self._process is None or not self._process.alive:
+            if self._process is not None:
+                self._process.end()
             self.shared.state[:] = 0
-            self.shared.counters[:] = 0
-            self._before = Counts()
-            self._process = _Process(self)
+            resident = self.resident
+            self._process = _Process(self._job)
         shards = [plan.shard(rank, self._world) for rank in self._ranks]
         self._process.send(
             Window(
@@ -159,20 +166,22 @@ class Feed:
 
     @property
     def kept(self) -> npt.NDArray[np.bool_]:
-        """Which samples the cache of this node keeps, bool [n]."""
+        """Which samples the cache of this node keeps between two windows, bool [n]."""
         if self._restored is None:
-            self._settle()
-            return self.shared.kept
+            if self._settled():
+                return self.shared.kept
+            self._restored = np.flatnonzero(self.shared.kept)  # and from there it goes on
         kept = np.zeros(len(self.source), dtype=bool)
         kept[self._restored] = True
         return kept
 
-    def _settle(self) -> None:
-        """Wait until the cache has decided what it keeps of a window that was delivered to its end."""
-        if int(self.shared.done[self._rank]) < self._end:
-            return
-        while self.shared.settled[0] < self._serial and not self.shared.failed[0]:
+    def _settled(self) -> bool:
+        """Wait until the cache has decided what it keeps of the last window, unless that was broken off."""
+        while self.shared.settled[0] < self._serial:
+            if int(self.shared.done[self._rank]) < self._end or self.shared.failed[0] >= self._end:
+                return False
             time.sleep(0.001)
+        return True
 
     def counts(self) -> dict[str, int]:
         return self.shared.counts()
@@ -200,35 +209,57 @@ class Feed:
             self._process.close()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What a feeder is started with. It does not hold the Feed, which ends the feeder when nobody has it any more."""
+
+    shared: Shared
+    source: Source
+    policy: str
+    budget: int
+    limits: Limits
+    workers: int
+    disk: str | None
+    redis: str | None
+
+    def open_policy(self) -> Policy:
+        return policy(self.policy, self.budget, self.source.sizes)
+
+
 class _Process:
     """The feeder, in a process of its own (or in a thread, where a fork would not do)."""
 
-    def __init__(self, feed: Feed) -> None:
-        shared = feed.shared
+    def __init__(self, job: Job) -> None:
         self._here, there = multiprocessing.Pipe()
-        self._thread: threading.Thread | None = None
-        if not apart.needed():
-            self._thread = threading.Thread(target=_serve, args=(feed, there, None, None), daemon=True)
-            self._thread.start()
-            self.close = weakref.finalize(self, self._here.close)
-            return
-        context = multiprocessing.get_context("fork")
-        process = context.Process(target=_serve, args=(feed, there, self._here, os.getpid()), daemon=True)
-        process.start()
-        there.close()
-        self._process = process
-        watch = threading.Thread(target=_watch, args=(process.sentinel, weakref.ref(shared)), daemon=True)
-        watch.start()
-        self.close = weakref.finalize(self, _close, self._here, process, os.getpid())
+        self._work: Any
+        self._watch: threading.Thread | None = None
+        if apart.needed():
+            context = multiprocessing.get_context("fork")
+            self._work = context.Process(target=_serve, args=(job, there, self._here, os.getpid()), daemon=True)
+            self._work.start()
+            there.close()
+            self._watch = threading.Thread(
+                target=_watch, args=(self._work.sentinel, weakref.ref(job.shared)), daemon=True
+            )
+            self._watch.start()
+        else:
+            self._work = threading.Thread(target=_serve, args=(job, there), daemon=True)
+            self._work.start()
+        self.close = weakref.finalize(self, _close, self._here, self._work, os.getpid())
 
     @property
     def alive(self) -> bool:
-        if not self.close.alive:
-            return False
-        return self._thread.is_alive() if self._thread is not None else self._process.is_alive()
+        return self.close.alive and self._work.is_alive()
+
+    def end(self) -> None:
+        """Close, and wait until everybody has been told: the next feeder must not be taken for this one."""
+        self.close()
+        if self._watch is not None:
+            self._watch.join()
 
     def send(self, window: Window) -> None:
-        self._here.send(window)
+        with contextlib.suppress(OSError):  # it died, which those who wait are told
+            self._here.send(window)
 
     def warnings(self) -> list[str]:
         found: list[str] = []
@@ -238,29 +269,34 @@ class _Process:
         return found
 
 
-def _serve(feed: Feed, inbox: Any, theirs: Any, parent: int | None) -> None:
+def _serve(job: Job, inbox: Any, theirs: Any = None, parent: int | None = None) -> None:
     """What the process does."""
-    import signal
-
     if parent is not None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training process is told
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)  # the training process is told
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         theirs.close()
 
     def warn(text: str) -> None:
         with contextlib.suppress(OSError):
             inbox.send(text)
 
-    source = feed.source
+    source = job.source
     try:
         terms = source.reader.terms
         # Bytes are what is scarce here: holes are read over only where they are as small as the headers of a tar.
-        terms = replace(terms, concurrency=terms.concurrency * max(1, feed.workers), gap=min(terms.gap, 4096))
+        terms = replace(terms, concurrency=terms.concurrency * max(1, job.workers), gap=min(terms.gap, 4096))
         reader = Reader(source.reader.store, source.index, terms)
         reader.threads = True
-        tiers = open_tiers(feed.disk, feed.redis, source.index, source.url, warn)
-        Feeder(feed.shared, reader, _open_policy(feed), tiers, feed.limits, feed.budget).serve(inbox, parent)
+        tiers = open_tiers(job.disk, job.redis, source.index, source.url, warn)
+        feeder = Feeder(job.shared, reader, job.open_policy, tiers, job.limits, job.budget)
+        if parent is not None:
+            signal.signal(signal.SIGTERM, feeder.end)  # which Python sends to such processes when it exits
+        feeder.serve(inbox, parent)
+    except SalienceError as error:
+        job.shared.fail(str(error))
     except Exception as error:
-        feed.shared.fail(f"The feeder failed: {type(error).__name__}: {error}")
+        job.shared.fail(f"The feeder failed: {type(error).__name__}: {error}")
     if parent is not None:
         os._exit(0)  # threads of the store's client do not always end
 
@@ -272,22 +308,29 @@ def _watch(sentinel: int, shared: weakref.ref[Shared]) -> None:
     with contextlib.suppress(OSError, ValueError):
         wait([sentinel])
     found = shared()
-    if found is not None and not found.failed[0]:
+    if found is not None and found.failed[0] <= found.first.max():
         found.fail(
             "The process that reads from the store died. Go on from the last checkpoint, or begin the next window."
         )
 
 
-def _close(here: Any, process: Any, owner: int) -> None:
-    here.close()
+def _close(here: Any, work: Any, owner: int) -> None:
     if os.getpid() == owner:
-        process.join(1)
-        process.kill()
-        process.join()
+        with contextlib.suppress(OSError):
+            here.send(None)  # processes forked meanwhile have this end too, so that closing it alone tells nothing
+    here.close()
+    if os.getpid() == owner and not isinstance(work, threading.Thread):
+        work.join(2 * LAST_WRITES)
+        work.kill()
+        work.join()
 
 
-def _open_policy(feed: Feed) -> Any:
-    return policy(feed.name, feed.budget, feed.source.sizes)
+def _check_tiers(disk: str | None, redis: str | None, source: Source) -> None:
+    """Say now what is wrong with how they are written; the feeder opens them."""
+    if disk is not None:
+        parse_disk(disk)
+    for tier in open_tiers(None, redis, source.index, source.url, lambda text: None):
+        tier.close()
 
 
 def checked_budget(cache: int | str, source: Source) -> int:

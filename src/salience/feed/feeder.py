@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,10 +29,12 @@ from salience.feed.tiers import Tier
 
 Ids = npt.NDArray[np.int64]
 
-POLL = 0.002
-"""Seconds between two looks at what the ranks are done with."""
+POLL, IDLE = 0.002, 0.5
+"""Seconds between two looks at what the ranks are done with; and where there is nothing to do."""
 WRITES = 64 * 1024 * 1024
 """Bytes that wait to be written to slower tiers; beyond, they are not."""
+LAST_WRITES = 3.0
+"""Seconds for those when the run is over."""
 AT = {name: k for k, name in enumerate(COUNTERS)}
 
 
@@ -85,9 +87,19 @@ class Feeder:
     """The work of the process: messages come in by `inbox`, everything else goes through `shared`."""
 
     def __init__(
-        self, shared: Shared, reader: Reader, policy: Policy, tiers: Sequence[Tier], limits: Limits, budget: int
+        self,
+        shared: Shared,
+        reader: Reader,
+        open_policy: Callable[[], Policy],
+        tiers: Sequence[Tier],
+        limits: Limits,
+        budget: int,
     ) -> None:
-        self.shared, self.reader, self.policy, self.tiers, self.limits = shared, reader, policy, tiers, limits
+        self.shared, self.reader, self.tiers, self.limits = shared, reader, tiers, limits
+        self._open_policy, self.policy = open_policy, open_policy()
+        self._before = shared.counters.copy()
+        """What was counted when this feeder began in the place of one that died."""
+        shared.counters[[AT["horizon"], AT["resident_bytes"]]] = 0
         sizes = reader.index.size
         self._sizes = sizes
         self._space = Space(shared.token.capacity)
@@ -104,18 +116,24 @@ class Feeder:
         self._todo: deque[_Batch] = deque()
         self._ahead: list[deque[_Batch]] = [deque() for _ in range(shared.token.ranks)]
         """Of each rank, batches staged and not done."""
+        self._unsaid: list[deque[_Batch]] = [deque() for _ in range(shared.token.ranks)]
+        """Those of them whose bytes are not all here, as far as the rank was told."""
         self._owed = self._along_bytes = self._writing = 0
         self._rivals = Lru(budget, sizes), NeverEvict(budget, sizes)
         self._budget = budget
-        self._seen = np.zeros(n, dtype=bool)
+        self._seen = np.zeros(n, dtype=np.int64)
+        """Window in which each was last wanted."""
+        self._again = 0
+        """Bytes wanted in this window that were wanted in one before."""
         self._order, self._place = _neighbours(reader)
         self._arrivals: deque[tuple[float, int]] = deque(maxlen=512)
         self._wake = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._reads: set[asyncio.Task[None]] = set()
+        self._writes: set[asyncio.Task[None]] = set()
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="salience-tiers") if tiers else None
         self._inbox: deque[Any] = deque()
-        self._over = False
-        self._serial = 0
+        self._over = self._failed = False
+        self._serial = self._end = 0
 
     def serve(self, inbox: Any, parent: int | None) -> None:
         """Until the inbox closes or the parent is gone."""
@@ -123,6 +141,11 @@ class Feeder:
         listener = threading.Thread(target=self._listen, args=(inbox, loop), daemon=True)
         listener.start()
         asyncio.run_coroutine_threadsafe(self._pump(parent), loop).result()
+
+    def end(self, *_: Any) -> None:
+        """Stop, from any thread or as the handler of a signal."""
+        self._inbox.append(None)
+        self.reader.loop.call_soon_threadsafe(self._wake.set)
 
     def _listen(self, inbox: Any, loop: asyncio.AbstractEventLoop) -> None:
         while True:
@@ -147,15 +170,21 @@ class Feeder:
             self._release()
             self._advance()
             self._publish()
-            if parent is not None and time.monotonic() - checked > 0.5:
+            if parent is not None and time.monotonic() - checked > IDLE:
                 checked = time.monotonic()
-                self._over = self._over or os.getppid() != parent
+                if os.getppid() != parent:
+                    self._over = True
+                    self.shared.fail("The training process that reads from the store for this node is gone.")
             try:
-                await asyncio.wait_for(self._wake.wait(), POLL)
+                await asyncio.wait_for(self._wake.wait(), POLL if self._todo or any(self._ahead) else IDLE)
             except TimeoutError:
                 continue
-        for task in self._tasks:
+        for task in self._reads:
             task.cancel()
+        if self._writes:
+            await asyncio.wait(self._writes, timeout=LAST_WRITES)
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
         for tier in self.tiers:
             tier.close()
 
@@ -163,19 +192,17 @@ class Feeder:
         if message is None:
             self._over = True
             return
-        self._serial = message.serial
+        self._serial, self._again, self._failed = message.serial, 0, False
         self._todo.clear()
-        for batches in self._ahead:  # of a window that was broken off
+        for batches, unsaid in zip(self._ahead, self._unsaid, strict=True):  # of a window that was broken off
             for batch in batches:
                 self._unpin(batch)
             batches.clear()
+            unsaid.clear()
         for i in np.flatnonzero(self._along).tolist():
-            self._along[i] = False
-            self._pins[i] -= 1
+            self._leave(i)
             self._tidy(i)
         self._waiting = {i: [] for i in self._waiting}
-        self._owed = self._along_bytes = 0
-        self.shared.failed[0] = 0
         if message.resident is not None:
             self._restore(message.resident)
         planned = [ids for batches in message.batches for ids in batches]
@@ -183,7 +210,6 @@ class Feeder:
         self._wanted[:] = False
         # The heap of the new importances is built beside the old one; what is under way goes on arriving meanwhile.
         await asyncio.get_running_loop().run_in_executor(None, self.policy.window, message.importance, ids)
-        self._count_bound(ids)
         next_ticket = list(message.first)
         for number in range(max(map(len, message.batches), default=0)):
             for rank, batches in enumerate(message.batches):
@@ -194,28 +220,31 @@ class Feeder:
                         next_ticket[rank] += 1
                         self._wanted[batches[number]] = True
                     self._todo.append(_Batch(rank, ticket, batches[number].tolist()))
+        self._end = max(next_ticket)
         self.shared.staged[:] = message.first
 
     def _restore(self, resident: Ids) -> None:
         """The cache of the run that is resumed, as far as it can be told: what it means to keep, not the bytes."""
+        state = self.shared.state
+        if np.array_equal(np.flatnonzero(self.shared.kept), resident):
+            return
+        self.policy = self._open_policy()
+        state &= ~KEPT & 0xFF
+        self.shared.counters[AT["resident_bytes"]] = 0
         for i in resident.tolist():
-            if not self.policy.hit(i):
-                self._keep(i)
-
-    def _count_bound(self, ids: Ids) -> None:
-        """At least what was never seen has to come, and what was seen less a full cache of it."""
-        new = np.unique(ids)
-        known = int(self._sizes[new[self._seen[new]]].sum())
-        self._count("bound_bytes", int(self._sizes[new].sum()) - min(known, self._budget))
-        self._seen[new] = True
+            self._keep(i)
+        for i in np.flatnonzero(state & (WHOLE | BROKEN)).tolist():
+            self._tidy(i)
 
     def _advance(self) -> None:
-        """Stage batches as far as the horizon and the room allow."""
-        if self.shared.failed[0]:
+        """Stage batches as far as the horizon and the room allow; not so many that those staged would have to wait."""
+        if self._failed:
             return
-        far = horizon(*self._link(), self.limits)
+        far, until = horizon(*self._link(), self.limits), time.monotonic() + POLL
         self.shared.counters[AT["horizon"]] = far
         while self._todo:
+            if time.monotonic() > until:
+                return self._wake.set()
             batch = self._todo[0]
             if batch.ticket >= 0 and self._owed > far:
                 return
@@ -228,7 +257,8 @@ class Feeder:
         state = self.shared.state
         if batch.ticket < 0:  # delivered before: only the cache's memory of it
             for i in batch.ids:
-                self._visit(i)
+                if not self.policy.hit(i):
+                    self._keep(i)
             return True
         absent = [i for i in dict.fromkeys(batch.ids) if not state[i] & (WHOLE | BROKEN) and i not in self._waiting]
         places = self._room(absent, batch)
@@ -237,40 +267,51 @@ class Feeder:
         for i, place in places.items():
             self.shared.offset[i] = place
             self._waiting[i] = []
-        for i in batch.ids:
-            if self._along[i]:  # its pin was set when it was read along
-                self._along[i] = False
-                self._along_bytes -= int(self._sizes[i])
-            else:
-                self._pins[i] += 1
+        for i in batch.ids:  # all of them before one has its turn, which may put another out of the cache
+            self._pins[i] += 1
+            if self._along[i]:
+                self._leave(i)
             self._wanted[i] = False
-            self._visit(i)
             if i in self._waiting:
                 batch.missing.add(i)
+        for i in batch.ids:
+            self._visit(i, i not in places)
         for i in batch.missing:
             self._waiting[i].append(batch)
         batch.owed = sum(int(self._sizes[i]) for i in places)
         self._owed += batch.owed
         along = self._read_along(absent)
         self._ahead[batch.rank].append(batch)
+        self._unsaid[batch.rank].append(batch)
         if absent:
-            self._start(self._fetch([*absent, *along]))
+            _start(self._fetch([*absent, *along]), self._reads)
         return True
 
-    def _visit(self, i: int) -> None:
+    def _visit(self, i: int, here: bool) -> None:
         """Sample i has its turn: what the cache makes of it, and what other caches would."""
         size = int(self._sizes[i])
         self._count("samples", 1)
         self._count("bytes", size)
-        if self.policy.hit(i):
+        self._count_bound(i, size)
+        if not self.policy.hit(i):
+            self._keep(i)
+        elif here:  # and not only in the memory of a run that was resumed
             self._count("hits", 1)
             self._count("hit_bytes", size)
-        else:
-            self._keep(i)
         for name, rival in zip(("lru_bytes", "never_evict_bytes"), self._rivals, strict=True):
             if not rival.hit(i):
                 rival.offer(i)
                 self._count(name, size)
+
+    def _count_bound(self, i: int, size: int) -> None:
+        """At least what was never seen has to come, and of what was seen whatever is more than a cache can hold."""
+        seen, self._seen[i] = self._seen[i], self._serial
+        if seen == self._serial:
+            return
+        if seen:
+            more = self._again + size - self._budget
+            self._again, size = self._again + size, min(size, max(0, more))
+        self._count("bound_bytes", size)
 
     def _keep(self, i: int) -> None:
         gone = self.policy.offer(i)
@@ -295,7 +336,7 @@ class Feeder:
                 for k, taken in places.items():
                     self._space.give(taken, int(self._sizes[k]))
                 if not self._under_way(batch):
-                    self.shared.fail(
+                    self._fail(
                         f"A batch of {len(batch.ids)} samples does not fit into the memory of the cache "
                         f"({self._space.size:,} bytes); make the batch smaller or the cache larger."
                     )
@@ -308,10 +349,12 @@ class Feeder:
         return any(self._ahead) or any(not waiting for waiting in self._waiting.values())
 
     def _squeeze(self, size: int, spared: set[int]) -> int | None:
-        """The memory is in pieces: drop kept samples nobody holds until `size` bytes are free in one."""
-        held = self.shared.state
-        for i in np.flatnonzero((held & WHOLE > 0) & (self._pins == 0)).tolist():
+        """The memory is in pieces: drop samples no batch holds until `size` bytes are free in one."""
+        here = (self.shared.state & (WHOLE | BROKEN)) > 0
+        for i in np.flatnonzero(here & (self._pins == self._along)).tolist():
             if i not in spared:
+                if self._along[i]:
+                    self._leave(i)
                 self._drop(i)
                 self._count("squeezed", 1)
                 place = self._space.take(size)
@@ -353,10 +396,11 @@ class Feeder:
                     k, last = k + step, j
         return along
 
-    def _start(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _leave(self, i: int) -> None:
+        """Sample i no longer is one that was read along."""
+        self._along[i] = False
+        self._pins[i] -= 1
+        self._along_bytes -= int(self._sizes[i])
 
     async def _fetch(self, ids: list[int]) -> None:
         loop = asyncio.get_running_loop()
@@ -374,16 +418,27 @@ class Feeder:
                 ids = [i for i in ids if i not in found]
             await self.reader.stream(ids, self._from_store)
         except SalienceError as error:
-            self.shared.fail(str(error))
-        except asyncio.CancelledError:
-            raise
+            self._give_up(ids, str(error))
         except Exception as error:  # anything else must not leave the workers waiting
-            self.shared.fail(f"The feeder failed: {type(error).__name__}: {error}")
-        finally:
-            for i in ids:  # after a failure nobody is going to bring them
-                if i in self._waiting and self.shared.failed[0]:
-                    del self._waiting[i]
-                    self._space.give(int(self.shared.offset[i]), int(self._sizes[i]))
+            self._give_up(ids, f"The feeder failed: {type(error).__name__}: {error}")
+
+    def _give_up(self, ids: list[int], why: str) -> None:
+        """Nobody is going to bring these any more: the window fails if a batch waits for one."""
+        for i in ids:
+            waiting = self._waiting.pop(i, None)
+            if waiting is None:
+                continue
+            self._space.give(int(self.shared.offset[i]), int(self._sizes[i]))
+            if self._along[i]:
+                self._leave(i)
+            if waiting:
+                self._fail(why)
+
+    def _fail(self, why: str) -> None:
+        """Of this window: what was asked for in one before it is no trouble of this one."""
+        if not self._failed:
+            self._failed = True
+            self.shared.fail(why, self._end)
 
     def _from_store(self, i: int, data: bytes | Broken) -> None:
         self._arrivals.append((time.monotonic(), 0 if isinstance(data, Broken) else len(data)))
@@ -406,7 +461,7 @@ class Feeder:
             finally:
                 self._writing -= size
 
-        self._start(write())
+        _start(write(), self._writes)
 
     def _arrived(self, i: int, data: bytes | Broken) -> None:
         waiting = self._waiting.pop(i, None)
@@ -457,21 +512,15 @@ class Feeder:
             state[i] = ABSENT | (state[i] & KEPT)
 
     def _publish(self) -> None:
+        counts, base = self.reader.counts, self._before
+        self.shared.counters[AT["fetched_samples"]] = base[AT["fetched_samples"]] + counts.samples
+        for name in ("bytes_used", "bytes_sent", "requests", "retried", "hedged"):
+            self.shared.counters[AT[name]] = base[AT[name]] + getattr(counts, name)
         if not self._todo:
             self.shared.settled[0] = self._serial
-        for rank, batches in enumerate(self._ahead):
-            staged = int(self.shared.staged[rank])
-            for batch in batches:
-                if batch.ticket < staged:
-                    continue
-                if batch.missing:
-                    break
-                staged = batch.ticket + 1
-            self.shared.staged[rank] = staged
-        counts = self.reader.counts
-        self.shared.counters[AT["fetched_samples"]] = counts.samples
-        for name in ("bytes_used", "bytes_sent", "requests", "retried", "hedged"):
-            self.shared.counters[AT[name]] = getattr(counts, name)
+        for rank, batches in enumerate(self._unsaid):  # last: who has his batch may look at the counters
+            while batches and not batches[0].missing:
+                self.shared.staged[rank] = batches.popleft().ticket + 1
 
     def _link(self) -> tuple[float, float]:
         """Bytes a second that arrive lately, and seconds an answer takes when it does not have to queue."""
@@ -483,6 +532,12 @@ class Feeder:
 
     def _count(self, name: str, by: int) -> None:
         self.shared.counters[AT[name]] += by
+
+
+def _start(work: Coroutine[Any, Any, None], among: set[asyncio.Task[None]]) -> None:
+    task = asyncio.ensure_future(work)
+    among.add(task)
+    task.add_done_callback(among.discard)
 
 
 def _neighbours(reader: Reader) -> tuple[Ids | None, Ids]:

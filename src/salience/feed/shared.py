@@ -10,6 +10,7 @@ import mmap
 import os
 import sys
 import tempfile
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,8 @@ COUNTERS = (
 )  # fmt: skip
 MESSAGE = 2048
 """Bytes for the words of an error."""
+SERIAL = 32
+"""Tickets are (how manieth window << SERIAL) + position in it, so that none ever comes twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,30 +50,31 @@ class Shared:
     """The file, mapped. `offset` and `state` say where sample i lies in `data`."""
 
     def __init__(self, n: int, ranks: int, capacity: int) -> None:
-        self._fd = _anonymous(_front(n, ranks) + capacity)
-        self.token = Token(f"/proc/{os.getpid()}/fd/{self._fd}", n, ranks, capacity)
-        self._map()
+        fd = _anonymous(_front(n, ranks) + capacity)
+        weakref.finalize(self, os.close, fd)  # until then others can open it by its number
+        self.token = Token(f"/proc/{os.getpid()}/fd/{fd}", n, ranks, capacity)
+        self._map(fd)
 
     @classmethod
     def open(cls, token: Token) -> Shared:
         self = object.__new__(cls)
-        self._fd = os.open(token.path, os.O_RDWR)
-        self.token = token
-        self._map()
+        self.__setstate__(token)
         return self
 
     def __getstate__(self) -> Token:
         return self.token
 
     def __setstate__(self, token: Token) -> None:
-        self.__dict__.update(Shared.open(token).__dict__)
+        self.token = token
+        fd = os.open(token.path, os.O_RDWR)
+        try:
+            self._map(fd)
+        finally:
+            os.close(fd)
 
-    def __del__(self) -> None:
-        os.close(self._fd)
-
-    def _map(self) -> None:
+    def _map(self, fd: int) -> None:
         n, ranks = self.token.n, self.token.ranks
-        whole = mmap.mmap(self._fd, _front(n, ranks) + self.token.capacity)
+        whole = mmap.mmap(fd, _front(n, ranks) + self.token.capacity)
         start = 0
 
         def part(dtype: Any, count: int) -> npt.NDArray[Any]:
@@ -88,21 +92,23 @@ class Shared:
         """...the rank sets this above them."""
         self.settled: npt.NDArray[np.int64] = part(np.int64, 1)
         """How manieth window the cache has decided all of what it keeps."""
-        self.failed: npt.NDArray[np.int64] = part(np.int64, 1)
-        """Length of the message, where the feeder had to give up."""
+        self.failed: npt.NDArray[np.int64] = part(np.int64, 2)
+        """Tickets below the first number that are not staged will never be; the second is the length of the message."""
         self.offset: npt.NDArray[np.int64] = part(np.int64, n)
         self.message: npt.NDArray[np.uint8] = part(np.uint8, MESSAGE)
         self.state: npt.NDArray[np.uint8] = part(np.uint8, n)
         self.data = memoryview(whole)[_front(n, ranks) :]
 
-    def fail(self, text: str) -> None:
+    def fail(self, text: str, before: int | None = None) -> None:
+        """Tell those who wait for a ticket `before` this one, or of a window that has begun, that it will not come."""
         words = text.encode()[:MESSAGE]
         self.message[: len(words)] = np.frombuffer(words, dtype=np.uint8)
-        self.failed[0] = len(words)
+        self.failed[1] = len(words)
+        self.failed[0] = int(self.first.max()) + (1 << SERIAL) if before is None else before
 
     @property
     def failure(self) -> str:
-        return self.message[: int(self.failed[0])].tobytes().decode(errors="replace")
+        return self.message[: int(self.failed[1])].tobytes().decode(errors="replace")
 
     def counts(self) -> dict[str, int]:
         return dict(zip(COUNTERS, self.counters.tolist(), strict=True))
@@ -115,7 +121,7 @@ class Shared:
 
 def _front(n: int, ranks: int) -> int:
     """Bytes before the samples', in whole pages."""
-    size = 8 * (len(COUNTERS) + 3 * ranks + 2 + n) + MESSAGE + n
+    size = 8 * (len(COUNTERS) + 3 * ranks + 3 + n) + MESSAGE + n
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
