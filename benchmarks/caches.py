@@ -1,6 +1,6 @@
 """How many bytes would a store send for real plans, under each cache policy? A simulation: no bytes move.
 
-Plans: those of a `default` run recorded on CIFAR-10 (benchmarks/rows/trace-default-2026-11-16.npz); P(pick) = percentile, the
+Plans: those of a `default` and of an `io` run recorded on CIFAR-10 (benchmarks/rows/io-*.npz); P(pick) = percentile, the
 workload of the importance-cache papers; and every sample once a window. Every policy gets the same bytes.
 
 Embarrassing would be: an importance cache that fetches more than never-evict, or misses its bound by more than a few percent.
@@ -19,27 +19,18 @@ from pathlib import Path
 
 import numpy as np
 
+from cifar import unpack_plans
 from salience.feed.policies import POLICIES, Floats, Ids, bound, fetched, policy
 
-TRACE = Path(__file__).parent / "rows" / "trace-default-2026-11-16.npz"
+ROWS = Path(__file__).parent / "rows"
 Plans = list[tuple[Ids, Floats]]
 
 
-def recorded() -> tuple[Plans, int]:
-    """The recorded plans; the importance of what was not picked is that of the window it was picked in last, or 0."""
-    with np.load(TRACE) as packed:
-        n, sizes = int(packed["population"]), packed["sizes"].tolist()
-        ids, worth = packed["ids"].astype(np.int64), packed["importance"].astype(np.float32)
-    plans: Plans = []
-    importance = np.zeros(n, dtype=np.float32)
-    start = 0
-    for size in sizes:
-        importance = importance.copy()
-        picked = ids[start : start + size]
-        importance[picked] = worth[start : start + size]
-        plans.append((picked, importance))
-        start += size
-    return plans, n
+def recorded(name: str) -> tuple[Plans, int]:
+    """The recorded plans, with the importance of every sample when each was made."""
+    plans = unpack_plans(ROWS / f"io-{name}-2026-11-16.npz")
+    zeros = np.zeros(plans[0].population, dtype=np.float32)
+    return [(plan.ids, zeros if plan.ranks is None else plan.ranks.astype(np.float32)) for plan in plans], len(zeros)
 
 
 def percentile(n: int, windows: int, power: float = 1.0) -> Plans:
@@ -100,11 +91,12 @@ def main() -> None:
         "bytes_vs_bound": round(picked["impact"][0.2] / bound(0.2, 1.0), 4),
         "hit_us": round(hit_us(1_000_000), 3),
     }
-    if not quick:
-        plans, population = recorded()
-        real = table("A recorded `default` run, whole", plans, sizes[:population], shares, 0)
-        out["recorded_none"] = round(real["none"][0.2], 4)
-        out["recorded_vs_never_evict_same_plan"] = round(real["never_evict"][0.2] / real["impact"][0.2], 3)
+    for name in () if quick else ("default", "io"):
+        plans, population = recorded(name)
+        real = table(f"A recorded `{name}` run, whole", plans, sizes[:population], shares, 0)
+        middle = table(f"A recorded `{name}` run, windows 4 to 18", plans[:19], sizes[:population], [0.2], 4)
+        out[f"{name}_vs_never_evict_same_plan"] = round(real["never_evict"][0.2] / real["planned"][0.2], 3)
+        out[f"{name}_middle_vs_never_evict_same_plan"] = round(middle["never_evict"][0.2] / middle["planned"][0.2], 3)
     print(json.dumps(out))
 
 

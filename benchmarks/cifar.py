@@ -361,37 +361,45 @@ def _pixels(device: str) -> tuple[Tensor, Tensor]:
     return mean, std
 
 
+LEVELS = 31
+"""Steps in which traces keep importance."""
+
+
 def pack_trace(folder: str, file: str) -> None:
-    """The plans of a trace in one small file: ids and importance, which is what storage and caches need."""
+    """The plans of a trace in one small file: who is picked and every sample's importance, which is what caches need."""
     trace = salience.Trace(folder)
     plans = [trace.read(window) for window in range(len(trace))]
+    n = plans[0].population
+    picked, ranks = np.zeros((len(plans), n), dtype=bool), np.zeros((len(plans), n), dtype=np.uint8)
+    for window, plan in enumerate(plans):
+        picked[window, plan.ids] = True
+        if plan.ranks is not None:
+            ranks[window] = np.round(LEVELS * plan.ranks.astype(np.float32))
     np.savez_compressed(
-        file, population=plans[0].population, batch_size=plans[0].batch_size, sizes=[len(plan) for plan in plans],
-        ids=np.concatenate([plan.ids for plan in plans]).astype(np.uint32 if plans[0].population > 65_536 else np.uint16),
-        importance=np.concatenate([plan.importance for plan in plans]).astype(np.float16),
-        ranks=np.stack([_steps(plan) for plan in plans]),
-    )  # fmt: skip
+        file, population=n, batch_size=plans[0].batch_size, picked=np.packbits(picked, axis=1), ranks=ranks
+    )
 
 
-def _steps(plan: salience.Plan) -> np.ndarray:
-    """Importance of every sample in 255 steps."""
-    ranks = np.zeros(plan.population, np.float32) if plan.ranks is None else plan.ranks.astype(np.float32)
-    return np.round(255 * ranks).astype(np.uint8)
-
-
-def unpack_trace(file: str, folder: str) -> salience.Trace:
-    """A trace to replay (`select=Trace(folder)`) from what `pack_trace` wrote; weights are 1, as in `default`."""
-    trace = salience.Trace(folder)
+def unpack_plans(file: str | Path) -> list[salience.Plan]:
+    """The plans of such a file, each in an order of its own; weights are 1, as in `default` and `io`."""
     with np.load(file) as packed:
-        start = 0
-        for window, size in enumerate(packed["sizes"].tolist()):
-            ids, importance = (packed[name][start : start + size] for name in ("ids", "importance"))
-            start += size
-            plan = salience.Plan(
-                window=window, population=int(packed["population"]), batch_size=int(packed["batch_size"]),
-                ids=ids.astype(np.int64), weights=np.ones(size, np.float32), importance=importance.astype(np.float32),
-                level=np.zeros(size, np.uint8),
-                ranks=(packed["ranks"][window] / 255).astype(np.float16) if "ranks" in packed else None,
-            )  # fmt: skip
-            trace.write(plan)
+        n, batch_size = int(packed["population"]), int(packed["batch_size"])
+        picked = np.unpackbits(packed["picked"], axis=1, count=n).astype(bool)
+        all_ranks = packed["ranks"].astype(np.float32) / LEVELS
+    plans: list[salience.Plan] = []
+    for window, (mask, ranks) in enumerate(zip(picked, all_ranks, strict=True)):
+        ids = np.random.default_rng(window).permutation(np.flatnonzero(mask))
+        plan = salience.Plan(
+            window=window, population=n, batch_size=batch_size, ids=ids, weights=np.ones(len(ids), np.float32),
+            importance=ranks[ids], level=np.zeros(len(ids), np.uint8), ranks=ranks.astype(np.float16),
+        )  # fmt: skip
+        plans.append(plan)
+    return plans
+
+
+def unpack_trace(file: str | Path, folder: str | Path) -> salience.Trace:
+    """A trace to replay (`select=Trace(folder)`) from what `pack_trace` wrote."""
+    trace = salience.Trace(folder)
+    for plan in unpack_plans(file):
+        trace.write(plan)
     return trace

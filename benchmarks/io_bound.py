@@ -52,8 +52,6 @@ RATE, LATENCY, SHARE = 80e6, 0.02, 0.2
 RATIOS = (10, 3, 1)
 """I/O:compute."""
 DEFAULT: str = inspect.signature(salience.Loader).parameters["cache_policy"].default
-LIMIT = 300.0
-"""Seconds after which a row is given up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +123,8 @@ class Bench:
 
     def run(self, row: Row, pauses: Sequence[float], plans: Plans | None = None, ranges: bool = False) -> list[Window]:
         """Each window in turn; `plans` is what must have been delivered, everything where there is none."""
-        windows: list[Window] = apart(_consume, self, row, pauses, ranges)
+        least = sum(self.index.nbytes / RATE + pause * len(self.index) for pause in pauses)
+        windows: list[Window] = apart(20 + 4 * least, _consume, self, row, pauses, ranges)
         numbers = self.numbers
         for k, window in enumerate(windows):
             wanted, got = (
@@ -156,15 +155,15 @@ def _consume(bench: Bench, row: Row, pauses: Sequence[float], ranges: bool) -> l
     return out
 
 
-def apart(work: Callable[..., Any], *args: Any) -> Any:
-    """The result of `work` in a fresh process: stores' clients do not survive each other."""
+def apart(limit: float, work: Callable[..., Any], *args: Any) -> Any:
+    """The result of `work` in a fresh process, given up after `limit` seconds: stores' clients do not survive each other."""
     context = multiprocessing.get_context("forkserver")
     here, there = context.Pipe()
     process = context.Process(target=_send, args=(there, work, args))
     process.start()
     there.close()
     try:
-        done, answer = here.recv() if here.poll(LIMIT) else (False, f"no end after {LIMIT:.0f} seconds")
+        done, answer = here.recv() if here.poll(limit) else (False, f"it was given up after {limit:.0f} s")
     except EOFError:
         done, answer = False, "the process died"
     process.join(10 if done else 0)
@@ -176,6 +175,7 @@ def apart(work: Callable[..., Any], *args: Any) -> Any:
 
 
 def _send(there: Any, work: Callable[..., Any], args: Sequence[Any]) -> None:
+    multiprocessing.set_start_method("fork", force=True)  # for loader workers, as in any program
     said = os.dup(1)
     os.dup2(2, 1)  # what peers print does not belong on stdout
     try:
@@ -361,12 +361,18 @@ def whole(bench: Bench) -> dict[str, Any]:
 
 
 def make(folder: Path, n: int) -> Index:
-    """Samples of about 115 kB, in tar shards and in LitData's chunks."""
+    """Samples of about 115 kB as files, and in tar shards."""
     rng = np.random.default_rng(0)
     (folder / "raw").mkdir()
-    for i, size in enumerate(rng.lognormal(np.log(115_000), 0.4, n).astype(int).tolist()):
+    sizes = rng.lognormal(np.log(115_000), 0.4, n).astype(int)
+    for i, size in enumerate(sizes.tolist()):
         (folder / "raw" / f"{i:06}.bin").write_bytes(i.to_bytes(8, "little") + rng.bytes(max(0, size - 8)))
-    return pack(folder / "raw", folder / "shards", Settings(shard_size=peers.CHUNK))
+    return pack(folder / "raw", folder / "shards", Settings(shard_size=shard_size(int(sizes.sum()))))
+
+
+def shard_size(total: int) -> int:
+    """Bytes of a shard or chunk: a ninth of the cache, since from larger ones the others would have little to keep."""
+    return int(SHARE * total / 9)
 
 
 def lookup_us(n: int = 1_000_000, batch: int = 256) -> float:
@@ -415,7 +421,7 @@ def main() -> None:
         folder = Path(made)
         index = make(folder, scale.samples)
         if args.part in (None, "rows"):
-            apart(peers.write_chunks, sorted((folder / "raw").iterdir()), folder / "lit")
+            apart(300, peers.write_chunks, sorted((folder / "raw").iterdir()), folder / "lit", shard_size(index.nbytes))
         with running(folder, rate=0, latency=0) as store:
             alone = pull(store, f"shards/{index.shards[0]}", int(index.shard_sizes[0]), 1.0)
             print(f"{len(index):,} samples, {index.nbytes / 1e6:.0f} MB; the link has {RATE / 1e6:.0f} MB/s and"

@@ -9,8 +9,6 @@ checked. All read the same bytes from the same server, with the same bytes of ca
 - WebDataset: the same tar shards over http (it runs curl), cached in a folder by its FileCache. Put together from its own
   parts, since `WebDataset(...)` looks at the size of its cache every 30 seconds only, which would be no limit here;
   this one looks before every download.
-
-Shards and chunks have 4 MiB: cache and data are small here, and larger ones would leave the others little to keep.
 """
 
 # pyright: reportMissingTypeStubs=false, reportAttributeAccessIssue=false
@@ -30,7 +28,6 @@ from torch.utils.data import DataLoader
 import salience
 
 BATCH = 32
-CHUNK = 4 * 1024 * 1024
 SETTINGS: dict[str, tuple[dict[str, int], ...]] = {
     "litdata": ({"workers": 1, "ahead": 2}, {"workers": 2, "ahead": 2}, {"workers": 2, "ahead": 8}),
     "webdataset": ({"workers": 2, "keep": 1}, {"workers": 4, "keep": 1}, {"workers": 4, "keep": 0}),
@@ -63,11 +60,11 @@ def _number_of_tar(sample: dict[str, bytes]) -> Tensor:
     return number(sample["bin"])
 
 
-def write_chunks(files: Sequence[Path], out: Path) -> None:
+def write_chunks(files: Sequence[Path], out: Path, size: int) -> None:
     """The files in LitData's format, in their order."""
     import litdata
 
-    litdata.optimize(_data, [str(file) for file in files], output_dir=str(out), chunk_bytes=CHUNK, num_workers=1)
+    litdata.optimize(_data, [str(file) for file in files], output_dir=str(out), chunk_bytes=size, num_workers=1)
 
 
 def litdata(url: str, cache: int, folder: Path, *, workers: int, ahead: int) -> Iterable[Tensor]:

@@ -29,8 +29,9 @@ import numpy as np
 import torch
 
 from cifar import Data, Spec, load, train
-from salience.config import SelectConfig, Use
+from salience.config import Fetching, SelectConfig, Use
 from salience.images.glyphs import render
+from salience.select import preset
 
 PRESETS = {"infobatch": 20, "kakurenbo": 19, "seta": 17, "el2n": 24, "forgetting": 24, "epsilon_greedy": 24, "ucb": 24}
 """Published rules and the epochs that bring each near the default's visits."""
@@ -77,8 +78,38 @@ def specs() -> dict[str, list[Spec]]:
     rules = [Spec(name=name, select=name, epochs=epochs) for name, epochs in PRESETS.items()]
     rules += [replace(chance, seed=0), replace(chance, seed=1), *NEW_PRESETS]
     again = [replace(rule, seed=seed) for seed in (1, 2) for rule in rules[: len(PRESETS)]]
-    trace = [replace(ours, name="trace_default", trace="runs/trace-default")]
-    return {"clean": clean, "noise": noise, "copies": copies, "presets": rules + again, "trace": trace}
+    return {"clean": clean, "noise": noise, "copies": copies, "presets": rules + again, "io": io_specs()}
+
+
+def io_specs() -> list[Spec]:
+    """Plans that know a cache of 20% (simulated), and uniform runs of several lengths; for benchmarks/io_bound.py.
+
+    The plans of the first seed are recorded; `cifar.pack_trace` makes the small files in benchmarks/rows of them.
+    """
+    ours = preset("io")
+
+    def keep(share: float, end: float = 0.2) -> Use:
+        return Use(name="all_less_all", options={"share": share, "warmup": 2, "end": end})
+
+    rules: dict[str, SelectConfig] = {
+        "io": ours,
+        "io-30": replace(ours, keep=keep(0.3), fetch=Fetching(top=0.15, refresh=0.1)),
+        "default": preset("default"),
+        "default-25": replace(preset("default"), keep=keep(0.25)),
+        "io-top20-S10": replace(ours, fetch=Fetching(top=0.2, refresh=0.1)),
+        "io-top20-S0": replace(ours, fetch=Fetching(top=0.2, refresh=0.0)),
+        "io-top40-S0": replace(ours, fetch=Fetching(top=0.4, refresh=0.0)),
+        "io-30-S25": replace(ours, keep=keep(0.3)),
+        "io-20": replace(ours, keep=keep(0.2), fetch=Fetching(top=0.1, refresh=0.1)),
+        "io-25-short-end": replace(ours, keep=keep(0.25, 0.15), fetch=Fetching(top=0.1, refresh=0.0)),
+    }
+    rows = [
+        Spec(name=f"{name}@20%", select=rule, cache=0.2, seed=seed) for seed in (0, 1) for name, rule in rules.items()
+    ]
+    rows = [replace(row, trace=f"runs/{row.name}") if row.seed == 0 else row for row in rows]
+    return rows + [
+        Spec(name=f"shorter{e}", plain=True, epochs=e, seed=seed) for seed in (0, 1) for e in (8, 11, 17, 20)
+    ]
 
 
 def quick_specs() -> list[Spec]:
@@ -215,7 +246,7 @@ def main() -> None:
     parser.add_argument("--data", default="", help="cifar10.tar.gz: train and test folders of small JPEGs")
     parser.add_argument("--rows", default="runs/selection.jsonl", help="where finished rows are kept")
     parser.add_argument("--jobs", type=int, default=8, help="processes that share the device")
-    parser.add_argument("--parts", default="", help="of time,clean,noise,copies,presets,trace; all by default")
+    parser.add_argument("--parts", default="", help="of time,clean,noise,copies,presets,io; all by default")
     parser.add_argument("--show", default="", help="print table and figures of a file of rows, and run nothing")
     parser.add_argument("--quick", action="store_true", help="rendered digits on the CPU, within a minute")
     args = parser.parse_args()

@@ -14,6 +14,10 @@ from salience.errors import ConfigError, StateError
 from salience.ledger.files import read_npz, write_npz
 
 FORMAT = "salience-plan-1"
+FRESH, STORED, REUSED = range(3)
+"""Treatment levels: every stage fresh; fresh, and the intermediate is kept; the intermediate is taken up."""
+VIEW = 2
+"""Bits of a level below the number of the view."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +46,7 @@ class Plan:
     importance: npt.NDArray[np.float32]
     """Rank-normalised importance in [0, 1], float32 [n]."""
     level: npt.NDArray[np.uint8]
-    """Treatment level, uint8 [n]: 0 = everything fresh; higher levels belong to Treat."""
+    """How each is treated, uint8 [n]: FRESH, STORED or REUSED, and in the upper six bits which view of the sample it is."""
     drop_last: bool = False
     lr_scale: float = 1.0
     """Factor on the learning rate that goes with `batch_size`, where that was changed to keep the number of steps."""
@@ -66,6 +70,11 @@ class Plan:
     def __len__(self) -> int:
         """Samples in the plan."""
         return len(self.ids)
+
+    @property
+    def views(self) -> npt.NDArray[np.uint8]:
+        """Which view of its sample each visit is, uint8 [n]; 0 is the first."""
+        return self.level >> VIEW
 
     @property
     def steps(self) -> int:

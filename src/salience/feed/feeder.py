@@ -254,14 +254,12 @@ class Feeder:
 
     def _stage(self, batch: _Batch) -> bool:
         """Pin what is here, read what is not; whether there was room."""
-        state = self.shared.state
         if batch.ticket < 0:  # delivered before: only the cache's memory of it
             for i in batch.ids:
                 if not self.policy.hit(i):
                     self._keep(i)
             return True
-        absent = [i for i in dict.fromkeys(batch.ids) if not state[i] & (WHOLE | BROKEN) and i not in self._waiting]
-        places = self._room(absent, batch)
+        places = self._room(batch)
         if places is None:
             return False
         for i, place in places.items():
@@ -280,11 +278,11 @@ class Feeder:
             self._waiting[i].append(batch)
         batch.owed = sum(int(self._sizes[i]) for i in places)
         self._owed += batch.owed
-        along = self._read_along(absent)
+        along = self._read_along([*places])
         self._ahead[batch.rank].append(batch)
         self._unsaid[batch.rank].append(batch)
-        if absent:
-            _start(self._fetch([*absent, *along]), self._reads)
+        if places:
+            _start(self._fetch([*places, *along]), self._reads)
         return True
 
     def _visit(self, i: int, here: bool) -> None:
@@ -324,40 +322,51 @@ class Feeder:
             self._count("resident_bytes", -int(self._sizes[old]))
             self._tidy(old)
 
-    def _room(self, ids: list[int], batch: _Batch) -> dict[int, int] | None:
-        """A place for each, or None: then something else has to be done with first."""
-        places: dict[int, int] = {}
-        for i in ids:
-            size = int(self._sizes[i])
-            place = self._space.take(size)
-            if place is None and not self._under_way(batch):
-                place = self._squeeze(size, {*batch.ids})
-            if place is None:
-                for k, taken in places.items():
-                    self._space.give(taken, int(self._sizes[k]))
-                if not self._under_way(batch):
-                    self._fail(
-                        f"A batch of {len(batch.ids)} samples does not fit into the memory of the cache "
-                        f"({self._space.size:,} bytes); make the batch smaller or the cache larger."
-                    )
-                return None
-            places[i] = place
-        return places
+    def _room(self, batch: _Batch) -> dict[int, int] | None:
+        """A place for each of its samples that is not here, or None: then something else has to be done with first.
 
-    def _under_way(self, batch: _Batch) -> bool:
+        Where nothing is, and the memory is in pieces, what no batch holds goes; at last even what this one wants of it.
+        """
+        for spared in ({*batch.ids}, set[int]()):
+            if not spared:
+                self._squeeze(batch.ids)
+            places: dict[int, int] = {}
+            for i in dict.fromkeys(batch.ids):
+                if i in self._waiting or self.shared.state[i] & (WHOLE | BROKEN):
+                    continue
+                size = int(self._sizes[i])
+                place = self._space.take(size)
+                if place is None and not self._under_way():
+                    here = np.flatnonzero(self.shared.state & (WHOLE | BROKEN)).tolist()
+                    place = self._squeeze([k for k in here if k not in spared], size)
+                if place is None:
+                    break
+                places[i] = place
+            else:
+                return places
+            for i, place in places.items():
+                self._space.give(place, int(self._sizes[i]))
+            if self._under_way():
+                return None
+        self._fail(
+            f"A batch of {len(batch.ids)} samples does not fit into the memory of the cache ({self._space.size:,} bytes); "
+            "make the batch smaller or the cache larger."
+        )
+        return None
+
+    def _under_way(self) -> bool:
         """Whether room will come of itself: batches before this one are not done."""
         return any(self._ahead) or any(not waiting for waiting in self._waiting.values())
 
-    def _squeeze(self, size: int, spared: set[int]) -> int | None:
-        """The memory is in pieces: drop samples no batch holds until `size` bytes are free in one."""
-        here = (self.shared.state & (WHOLE | BROKEN)) > 0
-        for i in np.flatnonzero(here & (self._pins == self._along)).tolist():
-            if i not in spared:
+    def _squeeze(self, ids: list[int], size: int | None = None) -> int | None:
+        """Drop those of `ids` that no batch holds, until `size` bytes are free in one piece: their place."""
+        for i in ids:
+            if self.shared.state[i] & (WHOLE | BROKEN) and self._pins[i] == self._along[i]:
                 if self._along[i]:
                     self._leave(i)
                 self._drop(i)
                 self._count("squeezed", 1)
-                place = self._space.take(size)
+                place = None if size is None else self._space.take(size)
                 if place is not None:
                     return place
         return None

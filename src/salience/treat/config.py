@@ -1,0 +1,59 @@
+"""How samples are treated, as a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from salience.errors import ConfigError, did_you_mean
+from salience.feed.sizes import parse_bytes
+
+Kind = Literal["fresh", "reuse", "echo", "auto"]
+
+
+@dataclass(frozen=True, slots=True)
+class Treat:
+    """What is done with the stages of `augment=`; `treat="reuse"` is short for `treat=Treat("reuse")`."""
+
+    kind: Kind = "fresh"
+    """"fresh": every stage runs at every visit. "reuse": the less important a sample, the longer its intermediate is
+    kept. "echo": several views of each sample that is read. "auto": what the measured times call for."""
+    memory: int | str = "2GiB"
+    """Bytes of intermediates kept, on each node."""
+    split: int | None = None
+    """How many stages lie before the intermediate; None = what saves most."""
+    r_max: int = 4
+    """Visits made of one intermediate at most."""
+    views: int | Literal["auto"] = "auto"
+    """Views of a sample under "echo": on average, or from the measured times."""
+    distance: int = 2
+    """Batches between two views of a sample at least."""
+    strength: bool = False
+    """Stages that take a keyword `strength` get the sample's importance, from 0 to 1."""
+    blind: bool = False
+    """Treat all samples alike, whatever their importance."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ConfigError(f"treat has no kind {self.kind!r}.{did_you_mean(self.kind, get_args(Kind))}")
+        for name, least in (("r_max", 1), ("distance", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"treat: {name} is {getattr(self, name)}; it must be at least {least}.")
+        if self.r_max > 255:
+            raise ConfigError(f"treat: r_max is {self.r_max}; it must be at most 255.")
+        if self.views != "auto" and not 1 <= self.views <= MOST_VIEWS:
+            raise ConfigError(f'treat: views is {self.views}; it must be "auto" or from 1 to {MOST_VIEWS}.')
+        if self.bytes < 0:
+            raise ConfigError(f"treat: memory is {self.memory}; it must be at least 0.")
+
+    @property
+    def bytes(self) -> int:
+        return parse_bytes(self.memory) if isinstance(self.memory, str) else self.memory
+
+    @classmethod
+    def of(cls, what: Treat | str | None) -> Treat:
+        return what if isinstance(what, Treat) else cls("fresh" if what is None else what)  # pyright: ignore[reportArgumentType]
+
+
+MOST_VIEWS = 16
+"""Of one sample in one window."""

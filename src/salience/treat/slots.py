@@ -1,0 +1,147 @@
+"""Intermediates in memory that all workers of a node share: slots of one size, in a file without a name.
+
+The training process says which sample has which slot; workers write and read. A slot says whose intermediate it holds and of
+which window, and what is not there is simply made again, to the same values. So nothing is locked, a worker that dies leaves at
+most an invalid slot behind, and a resumed run needs none of the contents.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from salience.feed.shared import _anonymous  # pyright: ignore[reportPrivateUsage]
+from salience.ledger.exchange import Group
+
+HEADER = 32
+"""Bytes in front of each slot: sample + 1, window, bytes, nothing."""
+GRAIN = 64
+"""Arrays begin at multiples of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """How another process opens the memory, as long as its maker lives."""
+
+    path: str
+    capacity: int
+
+
+class Slots:
+    """`put` and `get` of intermediates; slot k of `size` bytes stands at k * size."""
+
+    def __init__(self, capacity: int) -> None:
+        self._fd = _anonymous(max(capacity, mmap.PAGESIZE))
+        self.token = Token(f"/proc/{os.getpid()}/fd/{self._fd}", capacity)
+        self._map()
+
+    @classmethod
+    def open(cls, token: Token) -> Slots:
+        self = object.__new__(cls)
+        self._fd = os.open(token.path, os.O_RDWR)
+        self.token = token
+        self._map()
+        return self
+
+    def __getstate__(self) -> Token:
+        return self.token
+
+    def __setstate__(self, token: Token) -> None:
+        self.__dict__.update(Slots.open(token).__dict__)
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+    def _map(self) -> None:
+        whole = mmap.mmap(self._fd, max(self.token.capacity, mmap.PAGESIZE))
+        self._data = np.frombuffer(whole, dtype=np.uint8)
+
+    def put(self, slot: int, size: int, sample: int, window: int, value: Any) -> bool:
+        """Whether it could be kept: it fits, and can be taken apart."""
+        try:
+            head, buffers = taken_apart(value)
+        except Exception:  # whatever a user's object raises when it is pickled
+            return False
+        pieces = [np.frombuffer(head, dtype=np.uint8), *buffers]
+        starts, total = _laid_out([len(piece) for piece in pieces])
+        if HEADER + total > size:
+            return False
+        place = self._data[slot * size : (slot + 1) * size]
+        header, data = place[:HEADER].view(np.int64), place[HEADER:]
+        header[0] = 0
+        table = np.array([len(pieces), *(len(piece) for piece in pieces)], dtype=np.int64)
+        data[: table.nbytes] = table.view(np.uint8)
+        for start, piece in zip(starts, pieces, strict=True):
+            data[start : start + len(piece)] = piece
+        header[1:3] = window, total
+        header[0] = sample + 1
+        return True
+
+    def get(self, slot: int, size: int, sample: int, window: int) -> tuple[Any] | None:
+        """A copy of what was put there for this sample in that window, in a tuple; None where it is not there."""
+        place = self._data[slot * size : (slot + 1) * size]
+        header = place[:HEADER].view(np.int64)
+        if header[0] != sample + 1 or header[1] != window:
+            return None
+        data = place[HEADER : HEADER + int(header[2])].copy()
+        if header[0] != sample + 1 or header[1] != window:  # somebody began to write meanwhile
+            return None
+        count = int(data[:8].view(np.int64)[0])
+        lengths = data[8 : 8 * (count + 1)].view(np.int64).tolist()
+        starts, _ = _laid_out(lengths)
+        pieces = [data[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+        return (pickle.loads(pieces[0].tobytes(), buffers=pieces[1:]),)
+
+
+def _laid_out(lengths: list[int]) -> tuple[list[int], int]:
+    """Where pieces of these lengths stand after the table of them, and the bytes of it all."""
+    starts: list[int] = []
+    at = 8 * (len(lengths) + 1)
+    for length in lengths:
+        at = -(-at // GRAIN) * GRAIN
+        starts.append(at)
+        at += length
+    return starts, at
+
+
+def slots_of(group: Group | None, capacity: int) -> Slots:
+    """The node's, made by its first rank and opened by the others."""
+    if group is None:
+        return Slots(capacity)
+    mine = Slots(capacity) if group.leads_node else None
+    path = group.of_leader("" if mine is None else mine.token.path)
+    slots = mine or Slots.open(Token(path, capacity))
+    group.barrier()
+    return slots
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors as arrays: many times faster than torch's own way."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is Tensor and obj.layout is torch.strided and obj.dtype is not torch.bfloat16 and not obj.requires_grad:
+            return torch.from_numpy, (obj.contiguous().numpy(),)
+        return NotImplemented
+
+
+def taken_apart(value: Any) -> tuple[bytes, list[npt.NDArray[np.uint8]]]:
+    """An object as bytes and the contents of its arrays, which are not copied."""
+    buffers: list[pickle.PickleBuffer] = []
+    out = io.BytesIO()
+    _Pickler(out, protocol=5, buffer_callback=buffers.append).dump(value)
+    return out.getvalue(), [np.frombuffer(buffer.raw(), dtype=np.uint8) for buffer in buffers]
+
+
+def stored_bytes(value: Any) -> int:
+    """Bytes of the slot that an intermediate needs."""
+    head, buffers = taken_apart(value)
+    return HEADER + _laid_out([len(head), *map(len, buffers)])[1]

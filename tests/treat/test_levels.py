@@ -1,0 +1,113 @@
+"""Planning of reuse: bounded, by importance, round-robin, within the slots there are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from salience.plan import FRESH, REUSED, STORED
+from salience.treat.levels import Shelf, choose_split, reuse_factor, shelve
+
+N, R = 600, 4
+
+
+def windows(factor, *, slots, count=24, picked=None, n=N):
+    """Levels [count, n] (255 where not planned), and the shelf after each window."""
+    shelf, rng = Shelf.empty(n), np.random.default_rng(0)
+    levels, shelves = np.full((count, n), 255, dtype=np.uint8), []
+    for window in range(count):
+        ids = rng.permutation(n) if picked is None else rng.permutation(n)[:picked]
+        level, shelf = shelve(ids, factor, shelf, slots=slots, window=window, r_max=R, rng=rng)
+        levels[window, ids] = level
+        shelves.append(shelf)
+    return levels, shelves
+
+
+def test_the_factor_falls_with_importance_and_stays_in_its_bounds():
+    importance = np.linspace(0, 1, 1001)
+    r = reuse_factor(importance, R)
+    assert (np.diff(r.astype(int)) <= 0).all()
+    assert (r[0], r[-1]) == (R, 1)
+    assert (1 / r).mean() == pytest.approx(0.385, abs=0.002)
+    assert (reuse_factor(importance, 1) == 1).all()
+
+
+def test_important_samples_are_always_fresh_and_unimportant_ones_one_time_in_r_max():
+    factor = np.where(np.arange(N) < N // 2, R, 1).astype(np.uint8)
+    levels, _ = windows(factor, slots=N)
+    assert (levels[:, N // 2 :] == FRESH).all()
+    assert (levels[4:, : N // 2] == STORED).mean() == pytest.approx(1 / R, abs=0.02)
+
+
+def test_no_intermediate_is_used_more_than_r_max_times():
+    levels, _ = windows(np.full(N, R, np.uint8), slots=N // 3, picked=N // 2, count=60)
+    for levels_of_one in levels.T:
+        run = 0
+        for level in levels_of_one[levels_of_one < 255]:
+            run = run + 1 if level == REUSED else 0
+            assert run <= R - 1
+
+
+def test_about_as_many_are_made_again_in_every_window():
+    levels, _ = windows(np.full(N, R, np.uint8), slots=N)
+    made = (levels[1:] != REUSED).mean(axis=1)
+    assert 0.17 < made.min() <= made.max() < 0.34
+
+
+def test_two_samples_never_share_a_slot_and_only_slots_there_are_are_used():
+    _, shelves = windows(np.full(N, R, np.uint8), slots=100, picked=300)
+    for shelf in shelves:
+        taken = shelf.slot[shelf.slot >= 0]
+        assert len(np.unique(taken)) == len(taken)
+        assert taken.max() < 100
+
+
+def test_what_is_reused_lies_in_the_slot_it_was_put_into_with_its_window():
+    levels, shelves = windows(np.full(N, R, np.uint8), slots=150, picked=300, count=40)
+    content: dict[int, tuple[int, int]] = {}
+    for window, (level, shelf) in enumerate(zip(levels, shelves, strict=True)):
+        for i in np.flatnonzero(level == REUSED):
+            assert content[shelf.slot[i]] == (i, shelf.born[i])
+        for i in np.flatnonzero(level == STORED):
+            assert shelf.born[i] == window
+            content[shelf.slot[i]] = (i, window)
+
+
+def test_where_slots_are_short_the_least_important_have_them():
+    factor = np.where(np.arange(N) < 100, R, 2).astype(np.uint8)
+    levels, _ = windows(factor, slots=100, count=1)
+    assert (levels[0, :100] == STORED).all()
+    assert (levels[0, 100:] == FRESH).all()
+
+
+def test_samples_that_are_never_planned_again_give_their_slots_up():
+    rng, factor = np.random.default_rng(0), np.full(N, R, np.uint8)
+    old, new = np.arange(100), np.arange(100, 200)
+    _, shelf = shelve(old, factor, Shelf.empty(N), slots=100, window=0, r_max=R, rng=rng)
+    level, shelf = shelve(new, factor, shelf, slots=100, window=1, r_max=R, rng=rng)
+    assert (level == FRESH).all()
+    level, shelf = shelve(new, factor, shelf, slots=100, window=4 * R + 1, r_max=R, rng=rng)
+    assert (level == STORED).all()
+
+
+def test_the_shelf_given_is_not_changed():
+    shelf = Shelf.empty(N)
+    shelve(np.arange(N), np.full(N, R, np.uint8), shelf, slots=N, window=0, r_max=R, rng=np.random.default_rng(0))
+    assert (shelf.slot == -1).all()
+    assert not shelf.uses.any()
+
+
+@pytest.mark.parametrize(
+    ("memory", "allowed", "split"),
+    [
+        (10**9, [1, 1, 1], 2),  # room for all: the latest that is allowed
+        (10**9, [1, 1, 0], 1),
+        (10_000, [1, 1, 1], 1),  # 10 of the large, 100 of the small ones: 6 * 0.1 against 5 * 1
+        (10_000, [1, 0, 1], 2),  # 1 * 0.5 against 6 * 0.1
+        (10**9, [0, 0, 0], None),
+        (99, [0, 1, 1], None),  # not even one fits
+    ],
+)
+def test_the_split_saves_most_under_the_budget(memory, allowed, split):
+    seconds, sizes = np.array([1.0, 4.0, 1.0, 9.0]), np.array([200, 100, 1000])
+    assert choose_split(seconds, sizes, np.array(allowed, bool), memory=memory, n=100) == split
