@@ -24,15 +24,12 @@ The last line of stdout is one JSON object. Exit status 1: a row is missing.
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
-import multiprocessing
-import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,150 +38,13 @@ import numpy as np
 import peers
 import salience
 from caches import Plans, hit_us, percentile, uniform
+from io_replay import replay
+from io_rig import DEFAULT, LATENCY, RATE, RATIOS, SHARE, Bench, Row, Scale, Window, apart, make, shard_size
 from salience.feed.cache import Handle
 from salience.feed.index import FILE, Index, Names
-from salience.feed.pack import Settings, pack
 from salience.feed.policies import POLICIES, bound, fetched, policy
 from salience.feed.shared import WHOLE, Shared
-from store_server import Store, pull, running
-
-RATE, LATENCY, SHARE = 80e6, 0.02, 0.2
-RATIOS = (10, 3, 1)
-"""I/O:compute."""
-DEFAULT: str = inspect.signature(salience.Loader).parameters["cache_policy"].default
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scale:
-    samples: int = 1500
-    measured: int = 3
-    """Windows at each ratio."""
-    settings: int = 3
-    """Of each peer."""
-    windows: int = 30
-    """Of a whole run."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    name: str
-    plan: str
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def open(self, bench: Bench, folder: Path) -> Iterable[Any]:
-        cache = int(SHARE * bench.index.nbytes)
-        if self.name == "litdata":
-            return peers.litdata(bench.url, cache, folder, **self.options)
-        if self.name == "webdataset":
-            return peers.webdataset(bench.url, cache, folder, shards=bench.index.shards, **self.options)
-        return peers.ours(bench.url, cache, policy=self.name, **self.options)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Window:
-    numbers: np.ndarray
-    """Of the samples delivered, in order, int64 [n]."""
-    seconds: float
-    bytes: int
-    requests: int
-    ranges: list[tuple[str, int, int]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bench:
-    """What all rows share."""
-
-    url: str
-    folder: Path
-    index: Index
-    scale: Scale
-
-    @property
-    def numbers(self) -> np.ndarray:
-        """Of each sample in the index, the number in its first bytes, int64 [n]."""
-        return np.array([int(Path(self.index.names[i]).stem) for i in range(len(self.index))])
-
-    def pause(self, ratio: float) -> float:
-        """Seconds of compute for a sample, at I/O:compute = ratio:1."""
-        return self.index.nbytes / len(self.index) / RATE / ratio
-
-    def write(self, name: str, plans: Plans) -> dict[str, Any]:
-        """The plans as a trace; options of a row of ours."""
-        trace = salience.Trace(self.folder / "traces" / name)
-        for window, (ids, importance) in enumerate(plans):
-            trace.write(
-                salience.Plan(
-                    window=window, population=len(self.index), batch_size=peers.BATCH, ids=ids.astype(np.int64),
-                    weights=np.ones(len(ids), np.float32), importance=importance[ids],
-                    level=np.zeros(len(ids), np.uint8), ranks=importance.astype(np.float16),
-                )
-            )  # fmt: skip
-        return {"trace": str(trace.folder), "windows": len(plans)}
-
-    def run(self, row: Row, pauses: Sequence[float], plans: Plans | None = None, ranges: bool = False) -> list[Window]:
-        """Each window in turn; `plans` is what must have been delivered, everything where there is none."""
-        least = sum(self.index.nbytes / RATE + pause * len(self.index) for pause in pauses)
-        windows: list[Window] = apart(20 + 4 * least, _consume, self, row, pauses, ranges)
-        numbers = self.numbers
-        for k, window in enumerate(windows):
-            wanted, got = (
-                (numbers[plans[k][0]], window.numbers) if plans else (np.sort(numbers), np.sort(window.numbers))
-            )
-            if not np.array_equal(wanted, got):
-                raise SystemExit(f"{row.name}: what was delivered is not what was planned; the row is worth nothing.")
-        return windows
-
-
-def _consume(bench: Bench, row: Row, pauses: Sequence[float], ranges: bool) -> list[Window]:
-    store, out = Store(bench.url), list[Window]()
-    loader = row.open(bench, Path(tempfile.mkdtemp(dir=bench.folder)))
-    for pause in pauses:
-        numbers: list[int] = []
-        store.reset()
-        begin = time.perf_counter()
-        for batch in loader:
-            numbers.extend(batch[:, 0].tolist())
-            time.sleep(pause * len(batch))
-        seconds, counts = time.perf_counter() - begin, store.counts()
-        out.append(
-            Window(
-                numbers=np.array(numbers), seconds=seconds, bytes=counts.bytes, requests=counts.requests,
-                ranges=store.ranges() if ranges else [],
-            )
-        )  # fmt: skip
-    return out
-
-
-def apart(limit: float, work: Callable[..., Any], *args: Any) -> Any:
-    """The result of `work` in a fresh process, given up after `limit` seconds: stores' clients do not survive each other."""
-    context = multiprocessing.get_context("forkserver")
-    here, there = context.Pipe()
-    process = context.Process(target=_send, args=(there, work, args))
-    process.start()
-    there.close()
-    try:
-        done, answer = here.recv() if here.poll(limit) else (False, f"it was given up after {limit:.0f} s")
-    except EOFError:
-        done, answer = False, "the process died"
-    process.join(10 if done else 0)
-    process.kill()
-    process.join()
-    if not done:
-        raise RuntimeError(answer)
-    return answer
-
-
-def _send(there: Any, work: Callable[..., Any], args: Sequence[Any]) -> None:
-    multiprocessing.set_start_method("fork", force=True)  # for loader workers, as in any program
-    said = os.dup(1)
-    os.dup2(2, 1)  # what peers print does not belong on stdout
-    try:
-        answer = True, work(*args)
-    except Exception as error:
-        answer = False, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    os.dup2(said, 1)
-    there.send(answer)
-
+from store_server import pull, running
 
 # ---------------------------------------------------------------- rows
 
@@ -281,7 +141,7 @@ def _tried(name: str, measured: Callable[[Row], Result], settings: int) -> list[
         except RuntimeError as error:
             print(f"  {name:<12}did not finish with {_words(dict(options))}: {error}", flush=True)
     if not found:
-        raise SystemExit(f"There is no row of {name}; install it with `pip install 'salience[bench]'`.")
+        raise SystemExit(f"There is no row of {name}, see above; `pip install 'salience[bench]'` installs it.")
     return found
 
 
@@ -360,21 +220,6 @@ def whole(bench: Bench) -> dict[str, Any]:
 # ---------------------------------------------------------------- small things
 
 
-def make(folder: Path, n: int) -> Index:
-    """Samples of about 115 kB as files, and in tar shards."""
-    rng = np.random.default_rng(0)
-    (folder / "raw").mkdir()
-    sizes = rng.lognormal(np.log(115_000), 0.4, n).astype(int)
-    for i, size in enumerate(sizes.tolist()):
-        (folder / "raw" / f"{i:06}.bin").write_bytes(i.to_bytes(8, "little") + rng.bytes(max(0, size - 8)))
-    return pack(folder / "raw", folder / "shards", Settings(shard_size=shard_size(int(sizes.sum()))))
-
-
-def shard_size(total: int) -> int:
-    """Bytes of a shard or chunk: a ninth of the cache, since from larger ones the others would have little to keep."""
-    return int(SHARE * total / 9)
-
-
 def lookup_us(n: int = 1_000_000, batch: int = 256) -> float:
     """Microseconds for the view of a resident sample among n, and for the policy's answer whether it is."""
     shared = Shared(n, 1, 64 * n)
@@ -412,7 +257,9 @@ def index_open_s(folder: Path, n: int = 1_000_000, shards: int = 1000) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer samples and windows, one setting of each peer")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer samples and windows, one setting of each peer, no replay"
+    )
     parser.add_argument("--part", choices=("rows", "whole", "replay"), help="only this one")
     args = parser.parse_args()
     scale = Scale(samples=500, measured=1, settings=1, windows=15) if args.quick else Scale()
@@ -428,8 +275,8 @@ def main() -> None:
                   f" {LATENCY * 1e3:.0f} ms, the server alone sends {alone / 1e6:.0f} MB/s")  # fmt: skip
             store.reset(rate=RATE, latency=LATENCY)
             bench = Bench(url=store.url, folder=folder, index=index, scale=scale)
-            for name, part in (("rows", rows), ("whole", whole)):
-                if args.part in (None, name):
+            for name, part in (("rows", rows), ("whole", whole), ("replay", replay)):
+                if args.part == name or (args.part is None and not (args.quick and name == "replay")):
                     figures |= part(bench)
         if args.part in (None, "rows"):
             figures |= {"hit_us": round(lookup_us(), 3), "index_open_s": round(index_open_s(folder / "million"), 3)}

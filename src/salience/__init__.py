@@ -21,6 +21,7 @@ from salience.plan import Plan, Trace
 from salience.schedule import ProgressLR
 from salience.select.pilot import pilot
 from salience.selector import Selector
+from salience.treat import Stage, Treat
 
 __all__ = [
     "BrokenSample",
@@ -38,9 +39,11 @@ __all__ = [
     "SelectConfig",
     "Selector",
     "Source",
+    "Stage",
     "StateError",
     "StoreError",
     "Trace",
+    "Treat",
     "Use",
     "__version__",
     "pilot",

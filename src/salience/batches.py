@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from salience.plan import Shard
+from salience.treat.dataset import Staged, Treatment
 
 
 class Order(NamedTuple):
@@ -22,6 +24,8 @@ class Order(NamedTuple):
     ids: npt.NDArray[np.int64]
     ticket: int = -1
     """Its place in the queue of the cache, where there is one."""
+    treatment: Treatment | None = None
+    """How each is to be treated, where there are stages."""
 
 
 class Fetched(NamedTuple):
@@ -31,6 +35,8 @@ class Fetched(NamedTuple):
     samples: Any
     prints: npt.NDArray[np.int64] | None = None
     """Fingerprints of their bytes, where the data set makes them."""
+    work: dict[str, float] = {}  # noqa: RUF012
+    """Seconds it cost, by stage: those the data set tells of (`samples.seconds`), and "load" for the rest."""
 
 
 class Tagged(NamedTuple):
@@ -41,6 +47,8 @@ class Tagged(NamedTuple):
     batch: Any
     prints: Tensor | None = None
     ticket: int = -1
+    work: dict[str, float] = {}  # noqa: RUF012
+    """Seconds it cost the worker, by stage."""
 
 
 class Orders:
@@ -53,16 +61,24 @@ class Orders:
         self.shard: Shard | None = None
         self.done: frozenset[int] = frozenset()
         self.first_ticket: int | None = None
+        self.treatment: Callable[[slice], Treatment] | None = None
 
-    def set(self, shard: Shard, done: set[int], first_ticket: int | None = None) -> None:
-        self.shard, self.done, self.first_ticket = shard, frozenset(done), first_ticket
+    def set(
+        self,
+        shard: Shard,
+        done: set[int],
+        first_ticket: int | None = None,
+        treatment: Callable[[slice], Treatment] | None = None,
+    ) -> None:
+        self.shard, self.done, self.first_ticket, self.treatment = shard, frozenset(done), first_ticket, treatment
 
     def __iter__(self) -> Iterator[Order]:
         if self.shard is not None:
             wanted = (number for number in range(len(self.shard)) if number not in self.done)
             for place, number in enumerate(wanted):
                 ticket = -1 if self.first_ticket is None else self.first_ticket + place
-                yield Order(number, self.shard.ids(number), ticket)
+                treatment = None if self.treatment is None else self.treatment(self.shard.span(number))
+                yield Order(number, self.shard.ids(number), ticket, treatment)
 
     def __len__(self) -> int:
         return 0 if self.shard is None else len(self.shard) - len(self.done)
@@ -88,15 +104,22 @@ class Tagging(Dataset[Any]):
         return self.dataset[index]
 
     def __getitems__(self, order: Order) -> Fetched:
+        begin = time.perf_counter()
         ids: list[int] = order.ids.tolist()
         if self._whole:
-            return Fetched(order, self.dataset.take(order), None if self._prints is None else self._prints(ids))
-        samples = self.dataset.__getitems__(ids) if self._many else [self.dataset[i] for i in ids]
-        return Fetched(order, samples, None if self._prints is None else self._prints(ids))
+            samples = self.dataset.take(order)
+        else:
+            samples = self.dataset.__getitems__(ids) if self._many else [self.dataset[i] for i in ids]
+        prints = None if self._prints is None else self._prints(ids)
+        stages: dict[str, float] = getattr(samples, "seconds", {})
+        rest = time.perf_counter() - begin - sum(stages.values())
+        return Fetched(order, samples, prints, {**stages, "load": stages.get("load", 0.0) + rest})
 
 
 def _fingerprints(dataset: Any) -> Callable[[list[int]], Any] | None:
-    """The data set's own method, looked for also under torch's Subset."""
+    """The data set's own method, looked for also behind stages and under torch's Subset."""
+    if isinstance(dataset, Staged):
+        return _fingerprints(dataset.dataset)
     if isinstance(dataset, Subset):
         inner, indices = _fingerprints(dataset.dataset), dataset.indices
         return None if inner is None else functools.partial(_of_subset, inner, indices)
@@ -115,9 +138,12 @@ class TagCollate:
         self.collate = collate
 
     def __call__(self, fetched: Fetched) -> Tagged:
-        order, samples, prints = fetched
+        begin = time.perf_counter()
+        order, samples, prints, work = fetched
         tags, batch = torch.from_numpy(order.ids.copy()), self.collate(samples)
-        return Tagged(order.number, tags, batch, None if prints is None else torch.from_numpy(prints), order.ticket)
+        found = None if prints is None else torch.from_numpy(prints)
+        work = {**work, "collate": time.perf_counter() - begin}
+        return Tagged(order.number, tags, batch, found, order.ticket, work)
 
 
 def integer_targets(batch: Any, count: int) -> Tensor | None:

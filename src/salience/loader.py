@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,14 +26,21 @@ from salience.feed.reads import Counts
 from salience.feed.source import Source
 from salience.feed.told import told
 from salience.ledger import Ledger
-from salience.plan import Shard
+from salience.plan import Plan, Shard
 from salience.run import Run, Select
 from salience.run.base import Batch
 from salience.seeds import WORKERS, torch_seed
 from salience.select.fetching import Stock
+from salience.select.ranks import rank_normalise
 from salience.select.reference import Opinion
 from salience.select.steering import Paths
 from salience.signals.scorer import Scorer
+from salience.treat.config import Treat
+from salience.treat.dataset import Made, TreatCollate
+from salience.treat.stages import Stage, as_stages, check_picklable
+from salience.treat.told import told as treatment_told
+from salience.treat.treating import Treating
+from salience.watch.probe import Probe, current_session
 
 _INSTEAD = {
     "shuffle": "the plan sets the order; in observe mode it is a plain shuffle",
@@ -65,6 +74,10 @@ class Loader(Run):
     or `redis` ("redis://host"), one process a node reads ahead of the plan and keeps what it will want again. `views`
     gives `decode` a read-only view of the cache's memory instead of bytes: one copy less, but it must not outlive the
     batch.
+
+    `augment` is a list of stages that run behind the data set, in the workers (behind `decode` where there is one), with
+    random numbers that depend on seed, window and sample alone. `treat` says which samples get all of them fresh: "reuse",
+    "echo", "auto" or a `salience.Treat`.
     """
 
     def __init__(
@@ -79,6 +92,8 @@ class Loader(Run):
         drop_last: bool = False,
         collate_fn: Any = None,
         decode: Decode | None = None,
+        augment: Sequence[Stage | Callable[..., Any]] | None = None,
+        treat: Treat | str | None = None,
         max_broken: float = 0.01,
         cache: int | str | None = None,
         cache_policy: str = "planned",
@@ -96,8 +111,14 @@ class Loader(Run):
         **dataloader: Any,
     ) -> None:
         _check_arguments(batch_size, dataloader)
+        stages = None
+        if augment is not None or treat is not None:
+            stages = as_stages(() if augment is None else augment)
+            if isinstance(dataset, Source) and decode is not None:
+                stages = Stage(decode, random=False, name="decode"), *stages
+            check_picklable(stages, dataloader)
         if isinstance(dataset, Source):
-            dataset = SourceDataset(dataset, decode)
+            dataset = SourceDataset(dataset, decode if stages is None else None)
         elif decode is not None:
             raise ConfigError(f"decode= is for a salience.Source; a {type(dataset).__name__} decodes by itself.")
         if not 0 <= max_broken <= 1:
@@ -109,6 +130,12 @@ class Loader(Run):
         )  # fmt: skip
         self.dataset = dataset
         self.with_ids = with_ids
+        self.probe: Probe | None = None
+        """Measures the loader alone and the loop alone now and then; None unless somebody asked."""
+        if (session := current_session()) is not None:
+            workers = dataloader.get("num_workers", 0)
+            ahead = workers * (dataloader.get("prefetch_factor") or 2)
+            self.probe = session.probe_for(self.steps, workers, ahead)
         self._source = dataset.source if isinstance(dataset, SourceDataset) else None
         self._feed: Feed | None = None
         if cache is not None or disk is not None or redis is not None:
@@ -122,6 +149,11 @@ class Loader(Run):
             )  # fmt: skip
             assert isinstance(dataset, SourceDataset)
             dataset.handle = self._feed.handle
+        self._treating: Treating | None = None
+        if stages is not None:
+            workers = dataloader.get("num_workers", 0)
+            self._treating = Treating(dataset, stages, Treat.of(treat), seed=seed, workers=workers, group=self._group)
+            self._options = dataloader
         self._max_broken = max_broken
         self._broken: dict[int, str] = {}
         """Samples found broken so far, and why."""
@@ -134,12 +166,17 @@ class Loader(Run):
                 "select has a [fetch] table and the Loader no cache: pass cache=, or nothing can be saved in reading."
             )
         self._collate = collate_fn or default_collate
+        collate: Any = self._collate
+        if self._treating is not None:
+            collate = TreatCollate(self._collate, self._treating.stages[-1].label)
+        elif self._source is not None:
+            collate = FeedCollate(self._collate)
         self._orders = Orders()
         self._worker_generator = torch.Generator()
         self._inner: DataLoader[Any] = DataLoader(
-            Tagging(dataset),
+            Tagging(dataset if self._treating is None else self._treating.staged),
             batch_sampler=self._orders,  # pyright: ignore[reportArgumentType]
-            collate_fn=TagCollate(FeedCollate(self._collate) if self._source else self._collate),  # pyright: ignore[reportArgumentType]
+            collate_fn=TagCollate(collate),  # pyright: ignore[reportArgumentType]
             generator=self._worker_generator,
             **dataloader,
         )
@@ -167,20 +204,48 @@ class Loader(Run):
         else:
             self._worker_generator.manual_seed(torch_seed(self.seed, WORKERS, self.epoch, self.rank))
         self._stand_ins = {}
-        self._orders.set(shard, self._delivered, self._begin_feed(shard))
-        tagged: Tagged
-        for tagged in self._inner:
-            number, ids, batch, prints, ticket = tagged
+        treatment = None if self._treating is None else self._treating.treatment(shard)
+        self._orders.set(shard, self._delivered, self._begin_feed(shard), treatment)
+        for tagged in self._arriving():
+            number, ids, batch, prints, ticket, _ = tagged
             if isinstance(batch, Fed):
                 batch = self._take_fed(number, ids, batch)
+            elif isinstance(batch, Made):
+                batch = self._take_made(number, ids, batch)
             self._deliver(number, ids.numpy(), integer_targets(batch, len(ids)), prints)
             if self._feed is not None and self.num_workers:  # with none, the batch may still be a view of the cache
                 self._done_with(ticket)
+            begin = time.perf_counter()
             yield (ids, batch) if self.with_ids else batch
+            if self._treating is not None:
+                self._treating.took(time.perf_counter() - begin)
             if self._feed is not None and not self.num_workers:
                 self._done_with(ticket)
         self._emit_feed()
+        if self._treating is not None:
+            self.events.emit("treat", window=self.epoch, **self._treating.told())
         self._close_window()
+
+    def _arriving(self) -> Iterator[Tagged]:
+        """The batches of the DataLoader inside, timed. A probe holds the next ones back and then releases them all."""
+        batches: Iterator[Tagged] = iter(self._inner)
+        steps, held = self.steps, deque[Tagged]()
+        try:
+            while True:
+                steps.ask()
+                if self.probe is not None and not held:
+                    self.probe.check(steps)
+                    if self.probe.due(steps.count):
+                        held.extend(self.probe.hold(batches))
+                released = bool(held)
+                try:
+                    tagged = held.popleft() if held else next(batches)
+                except StopIteration:
+                    return
+                steps.got(tagged.work, held=released)
+                yield tagged
+        finally:
+            steps.pause()
 
     def _know(self, source: Source) -> None:
         """What the index tells before anything is read: classes, sizes, byte copies."""
@@ -191,6 +256,24 @@ class Loader(Run):
             self._group.barrier()
         if self._copies is not None:
             self._copies.prints[:] = source.index.check.view(np.int64)
+
+    def _treated(self, plan: Plan) -> Plan:
+        if self._treating is None:
+            return plan
+        with self.watch("rehearsal"):
+            said, counts = self._treating.begin(self._options)
+        for text in said:
+            if self._strict:
+                raise ConfigError(text)
+            self._warn(text)
+        if self._source is not None:
+            self._source.stats.add(Counts(**counts))
+        ranks: npt.NDArray[Any] | None = plan.ranks
+        known = np.isfinite(self._ledger.mean_loss)
+        if ranks is None and known.any():  # nothing is selected: then the loss says what is important
+            ranks = np.full(self.n, 0.5, dtype=np.float32)
+            ranks[known] = rank_normalise(self._ledger.mean_loss[known])
+        return self._treating.plan(plan, ranks, self.copies)
 
     def _stock(self) -> Stock | None:
         if self._feed is None or self._source is None:
@@ -226,20 +309,39 @@ class Loader(Run):
         """Note what the worker had to tell, and give the batch."""
         assert self._source is not None
         self._source.stats.add(Counts(**fed.counts))
-        if fed.broken:
-            self._stand_ins[number] = list(fed.broken)
+        self._take_broken(number, ids, fed.broken)
+        return fed.batch
+
+    def _take_made(self, number: int, ids: Tensor, made: Made) -> Any:
+        """The same of a batch that went through stages."""
+        assert self._treating is not None
+        assert self._shard is not None
+        note = made.note
+        if self._source is not None:
+            self._source.stats.add(Counts(**note.counts))
+        self._treating.take(self._shard.plan.level[self._shard.span(number)], note)
+        known = np.isfinite(note.cost_us)
+        self._ledger.cost_us[ids.numpy()[known]] = note.cost_us[known]
+        self._take_broken(number, ids, note.broken)
+        return made.batch
+
+    def _take_broken(self, number: int, ids: Tensor, broken: dict[int, str]) -> None:
+        if broken:
+            self._stand_ins[number] = list(broken)
             self._plain_weights = False
-        for position, reason in fed.broken.items():
+        for position, reason in broken.items():
             i = int(ids[position])
             if i not in self._broken:
                 self._broken[i] = reason
-                self.events.emit("broken", window=self.epoch, id=i, name=self._source.names[i], reason=reason)
+                self.events.emit("broken", window=self.epoch, id=i, name=self._name(i), reason=reason)
         if len(self._broken) > self._max_broken * self.n:
             raise DataError(
                 f"{len(self._broken)} of {self.n} samples are broken, more than max_broken = {self._max_broken:g}:"
                 f"{self._broken_lines(3)}\nMend or remove them, or raise max_broken."
             )
-        return fed.batch
+
+    def _name(self, i: int) -> str:
+        return "" if self._source is None else self._source.names[i]
 
     def _weights_of(self, batch: Batch, device: torch.device) -> Tensor:
         weights = super()._weights_of(batch, device)
@@ -250,22 +352,20 @@ class Loader(Run):
         return weights
 
     def _broken_lines(self, shown: int) -> str:
-        assert self._source is not None
-        lines = [
-            f"\n  sample {i:>8} {self._source.names[i]!r}: {why}" for i, why in sorted(self._broken.items())[:shown]
-        ]
+        lines = [f"\n  sample {i:>8} {self._name(i)!r}: {why}" for i, why in sorted(self._broken.items())[:shown]]
         return "".join(lines) + ("" if len(self._broken) <= shown else f"\n  and {len(self._broken) - shown} more")
 
     def report(self) -> str:
         """What the run taught us so far as text, also written to the event log; with what was read and was broken."""
         text = super().report()
-        if self._source is None:
-            return text
-        stats = self._source.stats
-        text += (
-            f"\n\nRead from {self._source.url}: {stats.bytes_sent:,} bytes in {stats.requests:,} requests for "
-            f"{stats.bytes_used:,} bytes of samples; {stats.retried:,} repeated, {stats.hedged:,} doubled."
-        )
+        if self._treating is not None:
+            text += f"\n\n{treatment_told(self._treating)}"
+        if self._source is not None:
+            stats = self._source.stats
+            text += (
+                f"\n\nRead from {self._source.url}: {stats.bytes_sent:,} bytes in {stats.requests:,} requests for "
+                f"{stats.bytes_used:,} bytes of samples; {stats.retried:,} repeated, {stats.hedged:,} doubled."
+            )
         if self._feed is not None:
             text += f"\n{told(self._feed.counts(), self._feed.budget)}"
         if self._broken:
@@ -278,9 +378,13 @@ class Loader(Run):
         if self._feed is not None:  # when the window in progress began, or now between two windows
             kept = self._feed.resident if self._open else np.flatnonzero(self._feed.kept)
             state["resident"] = torch.from_numpy(kept.astype(np.int64))
+        if self._treating is not None:
+            state["treat"] = self._treating.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._treating is not None:
+            self._treating.load_state_dict(state.get("treat"))
         super().load_state_dict(state)
         broken = state.get("broken") or {"ids": [], "reasons": []}
         self._broken = dict(zip(broken["ids"], broken["reasons"], strict=True))

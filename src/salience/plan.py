@@ -74,7 +74,7 @@ class Plan:
     @property
     def views(self) -> npt.NDArray[np.uint8]:
         """Which view of its sample each visit is, uint8 [n]; 0 is the first."""
-        return self.level >> VIEW
+        return self.level >> np.uint8(VIEW)
 
     @property
     def steps(self) -> int:

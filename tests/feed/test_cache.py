@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from server import Server
-from test_source import packed, shards, vector
+from test_source import packed, shards
 
 import salience
 from salience.errors import ConfigError, StoreError
@@ -155,7 +156,7 @@ def test_workers_may_deliver_in_any_order(tmp_path):
         loader = make(source(), cache="20kB", num_workers=2, in_order=False)
         seen = go(loader, 2)
         right(seen, loader.dataset.source, objects())
-        assert sorted(sum((ids for ids, _, _ in seen), [])) == sorted([*range(N)] * 2)
+        assert sorted(i for ids, _, _ in seen for i in ids) == sorted([*range(N)] * 2)
 
 
 def plans(windows: int, n: int = N) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -231,12 +232,12 @@ def test_with_each_sample_once_a_window_the_hit_rate_is_the_caches_share(workers
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """A memory for the cache and one batch, as if samples were too large for more."""
+    """A memory for one batch and part of the cache, as if both were so large that their odd pieces mattered."""
     limits = cached._limits
 
     def least(source: salience.Source, budget: int, batch_size: int, workers: int, ranks: int) -> Any:
         batch = sum(sorted(map(slot, source.sizes.tolist()))[-batch_size:])
-        return limits(source, budget, batch_size, workers, ranks)[0], budget + batch
+        return limits(source, budget, batch_size, workers, ranks)[0], batch + budget // 4
 
     monkeypatch.setattr(cached, "_limits", least)
 
@@ -280,7 +281,7 @@ def test_a_sample_may_be_larger_than_the_cache(tmp_path):
     loader = make(source, 4, cache=8_000, num_workers=1)
     right(go(loader, 2), source, files)
     counts = feed_events(loader)[-1]["cache"]
-    assert 0 < counts["hits"]
+    assert counts["hits"] > 0
     assert counts["resident_bytes"] <= 8_000
     with pytest.raises(ConfigError, match="holds no sample; the smallest has"):
         make(source, 4, cache=100)
@@ -290,10 +291,9 @@ def test_a_plan_with_larger_batches_than_the_memory_is_refused_in_a_sentence(tmp
     source = salience.Source(on_disk(tmp_path / "set", objects(low=9_000, high=9_000)))
     ids = np.arange(N)
     trace = write(tmp_path / "trace", [(ids, np.ones(N, np.float32))], batch_size=N)
-    for workers in (0, 1):
-        loader = make(source, 2, select=trace, epochs=1, cache=0, num_workers=workers)
-        with pytest.raises(StoreError, match=r"A batch of 120 samples does not fit .* make the batch smaller"):
-            go(loader, 1)
+    loader = make(source, 2, select=trace, epochs=1, cache=0)
+    with pytest.raises(StoreError, match=r"A batch of 120 samples does not fit .* make the batch smaller"):
+        go(loader, 1)
 
 
 def test_what_cannot_be_is_said_when_the_loader_is_made(tmp_path, problem):
@@ -301,7 +301,7 @@ def test_what_cannot_be_is_said_when_the_loader_is_made(tmp_path, problem):
     for options, says in [
         ({"cache": "4GiBs"}, "is not a size"),
         ({"cache": -1}, "at least 0"),
-        ({"cache": "1kB", "cache_policy": "lru2"}, "did you mean 'lru'"),
+        ({"cache": "1kB", "cache_policy": "lru2"}, "Did you mean 'lru'"),
         ({"disk": f"{tmp_path}:0"}, "write DIR:BYTES"),
         ({"redis": "http://host"}, "no URL of a Redis server"),
     ]:
@@ -315,14 +315,14 @@ def test_what_cannot_be_is_said_when_the_loader_is_made(tmp_path, problem):
 def test_after_a_window_broken_off_the_next_ones_are_whole(options):
     files = objects()
     with Server(files) as server:
-        loader, plain = (make(served(server), **more) for more in ({"cache": "20kB"} | options, {}))
-        for stop in (0, 3, 1):
+        loader, plain = (make(served(server), **options, **more) for more in ({"cache": "20kB"}, {}))
+        for stop in (0, 3):
             for k, ((ids, (x, _)), (others, _)) in enumerate(zip(loader, plain, strict=False)):
                 assert torch.equal(ids, others)
                 right([(ids.tolist(), x, 0.0)], loader.dataset.source, files)
                 if k == stop:
                     break
-        assert same(go(loader, 5), go(plain, 5))
+        assert same(go(loader, 4), go(plain, 4))
         counts = feed_events(loader)[-1]["cache"]
         assert counts["bound_bytes"] <= counts["bytes_used"] < counts["bytes"]
 
@@ -343,13 +343,11 @@ def test_a_loader_dropped_in_mid_window_leaves_nothing_behind():
 def test_twenty_loaders_leak_neither_processes_nor_descriptors(tmp_path):
     on_disk(tmp_path, objects(16))
     fds: list[int] = []
-    before = children()
+    before, threads = children(), threading.active_count()
     for k in range(20):
-        loader = make(salience.Source(tmp_path), cache=2000, disk=str(tmp_path / ".cache"))
-        next(iter(loader))
-        del loader
-        gc.collect()
-        if k in (4, 19):
-            assert wait_until(lambda: children() <= before)
+        next(iter(make(salience.Source(tmp_path), cache=2000, disk=str(tmp_path / ".cache"))))
+        if k in (3, 19):
+            gc.collect()
+            assert wait_until(lambda: children() <= before and threading.active_count() <= threads)
             fds.append(len(os.listdir("/proc/self/fd")))
     assert fds[0] == fds[1]

@@ -57,7 +57,14 @@ def test_important_samples_and_those_whose_copies_were_dropped_have_more_views()
 
 @pytest.mark.parametrize(
     ("saved", "rest", "compute", "views"),
-    [(1.0, 0.1, 2.0, 1), (1.0, 0.0, 0.5, 2), (1.0, 0.1, 0.5, 3), (1.0, 0.0, 0.01, 4), (1.0, 2.0, 0.5, 4), (0.0, 2.0, 0.5, 1)],
+    [
+        (1.0, 0.1, 2.0, 1),
+        (1.0, 0.0, 0.5, 2),
+        (1.0, 0.1, 0.5, 3),
+        (1.0, 0.0, 0.01, 4),
+        (1.0, 2.0, 0.5, 4),
+        (0.0, 2.0, 0.5, 1),
+    ],
 )
 def test_as_many_views_as_input_needs_to_keep_up(saved, rest, compute, views):
     assert views_needed(saved, rest, compute) == views

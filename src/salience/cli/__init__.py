@@ -8,16 +8,19 @@ import re
 import sys
 from types import ModuleType
 
-from salience.cli import demo, doctor, pack, plugins, scores, train
+from salience.cli import compare, demo, doctor, pack, plugins, profile, report, scores, train
 from salience.cli.text import sentence
 from salience.errors import ConfigError, SalienceError, did_you_mean
 
-COMMANDS: tuple[ModuleType, ...] = (demo, train, pack, scores, plugins, doctor)
+COMMANDS: tuple[ModuleType, ...] = (demo, train, profile, report, compare, pack, scores, plugins, doctor)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command line. Returns the exit status: 0, 2 for an error with a known cause, 130 for Ctrl-C."""
-    args, unknown = parser().parse_known_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    own = given[: given.index("--")] if "--" in given else given  # what follows is for a script
+    args, unknown = parser().parse_known_args(own)
+    args.arguments = given[len(own) + 1 :]
     try:
         if unknown:
             known = set(re.findall(r"--[a-z][a-z-]*", args.parser.format_help()))

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,10 @@ class Feed:
         self.shared.done[self._rank] = done
         return [] if self._process is None else self._process.warnings()
 
+    def break_off(self) -> None:
+        """Nobody wants the rest of this window: workers that wait for a batch of it are let go."""
+        self.shared.first[self._rank] = (self._serial + 1) << SERIAL
+
     def restore(self, resident: Ids) -> None:
         """What the cache of the run that is resumed held when its window began."""
         self._restored = resident
@@ -238,9 +243,8 @@ class _Process:
             self._work = context.Process(target=_serve, args=(job, there, self._here, os.getpid()), daemon=True)
             self._work.start()
             there.close()
-            self._watch = threading.Thread(
-                target=_watch, args=(self._work.sentinel, weakref.ref(job.shared)), daemon=True
-            )
+            ends = os.dup(self._work.sentinel)  # the process object may be gone before the thread looks
+            self._watch = threading.Thread(target=_watch, args=(ends, job.shared), daemon=True)
             self._watch.start()
         else:
             self._work = threading.Thread(target=_serve, args=(job, there), daemon=True)
@@ -301,15 +305,12 @@ def _serve(job: Job, inbox: Any, theirs: Any = None, parent: int | None = None) 
         os._exit(0)  # threads of the store's client do not always end
 
 
-def _watch(sentinel: int, shared: weakref.ref[Shared]) -> None:
-    """Tell the workers when the feeder dies."""
-    from multiprocessing.connection import wait
-
-    with contextlib.suppress(OSError, ValueError):
-        wait([sentinel])
-    found = shared()
-    if found is not None and found.failed[0] <= found.first.max():
-        found.fail(
+def _watch(ends: int, shared: Shared) -> None:
+    """Tell the workers when the feeder dies, which is when `ends` can be read."""
+    wait([ends])
+    os.close(ends)
+    if shared.failed[0] <= shared.first.max():
+        shared.fail(
             "The process that reads from the store died. Go on from the last checkpoint, or begin the next window."
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -33,6 +34,8 @@ class Samples(list[Any]):
 
     broken: dict[int, str]
     counts: dict[str, int]
+    seconds: dict[str, float]
+    """What it cost to get them, by stage."""
 
 
 class SourceDataset(Dataset[Any]):
@@ -52,17 +55,23 @@ class SourceDataset(Dataset[Any]):
         return self.__getitems__([int(i)])[0]
 
     def __getitems__(self, ids: Sequence[int]) -> Samples:
-        return self._samples(ids, *self.source.read_counted(ids))
+        begin = time.perf_counter()
+        data, counts = self.source.read_counted(ids)
+        return self._samples(ids, data, counts, time.perf_counter() - begin)
 
     def take(self, order: Any) -> Samples:
         """A batch of the plan, which the cache has been told of."""
         ids: list[int] = order.ids.tolist()
         if self.handle is None or order.ticket < 0:
             return self.__getitems__(ids)
-        return self._samples(ids, self.handle.read(order.ticket, ids), Counts())
+        begin = time.perf_counter()
+        data = self.handle.read(order.ticket, ids)
+        return self._samples(ids, data, Counts(), time.perf_counter() - begin)
 
-    def _samples(self, ids: Sequence[int], data: Sequence[Any], counts: Counts) -> Samples:
+    def _samples(self, ids: Sequence[int], data: Sequence[Any], counts: Counts, fetching: float) -> Samples:
+        begin = time.perf_counter()
         decoded = [self._decoded(part) for part in data]
+        decoding = time.perf_counter() - begin
         broken = {k: part.reason for k, part in enumerate(decoded) if isinstance(part, Broken)}
         labels = self.source.labels[np.asarray(ids, dtype=np.int64)]
         if len(broken) == len(ids):
@@ -73,6 +82,7 @@ class SourceDataset(Dataset[Any]):
             decoded[k] = decoded[substitute(k, labels, broken)]
         samples = Samples(zip(decoded, labels.tolist(), strict=True) if self.source.classes else decoded)
         samples.broken, samples.counts = broken, asdict(counts)
+        samples.seconds = {"fetch": fetching, "decode": decoding}
         return samples
 
     def fingerprints(self, ids: Sequence[int]) -> npt.NDArray[np.int64]:

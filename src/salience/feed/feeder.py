@@ -8,6 +8,7 @@ with it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -163,22 +164,22 @@ class Feeder:
 
     async def _pump(self, parent: int | None) -> None:
         checked = time.monotonic()
-        while not self._over:
+        while True:
             self._wake.clear()
             while self._inbox:
                 await self._take(self._inbox.popleft())
-            self._release()
-            self._advance()
-            self._publish()
             if parent is not None and time.monotonic() - checked > IDLE:
                 checked = time.monotonic()
                 if os.getppid() != parent:
-                    self._over = True
                     self.shared.fail("The training process that reads from the store for this node is gone.")
-            try:
+                    self._over = True
+            if self._over:
+                break
+            self._release()
+            self._advance()
+            self._publish()
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), POLL if self._todo or any(self._ahead) else IDLE)
-            except TimeoutError:
-                continue
         for task in self._reads:
             task.cancel()
         if self._writes:
@@ -203,6 +204,7 @@ class Feeder:
             self._leave(i)
             self._tidy(i)
         self._waiting = {i: [] for i in self._waiting}
+        self._seen[[*self._waiting]] = self._serial  # no cache has to fetch those twice
         if message.resident is not None:
             self._restore(message.resident)
         planned = [ids for batches in message.batches for ids in batches]
@@ -509,8 +511,9 @@ class Feeder:
             self._tidy(i)
 
     def _tidy(self, i: int) -> None:
-        """Give a sample's bytes back when nobody holds it and the cache does not keep it."""
-        if not self._pins[i] and not self.shared.state[i] & KEPT:
+        """Give a sample's bytes back when nobody holds it and the cache does not keep it; a broken one is asked for again."""
+        state = self.shared.state[i]
+        if not self._pins[i] and (state & BROKEN or not state & KEPT):
             self._drop(i)
 
     def _drop(self, i: int) -> None:

@@ -21,7 +21,7 @@ from salience.plan import Plan, Shard, Trace
 from salience.select import Pipeline
 from salience.select.findings import findings
 from salience.select.redundancy import CopySearch
-from salience.watch import Stopwatch
+from salience.watch import Steps, Stopwatch
 
 
 @dataclass(slots=True)
@@ -51,6 +51,7 @@ class Base:
     """The window in progress, or the next one between two windows."""
     events: EventLog
     watch: Stopwatch
+    steps: Steps
     _config: SelectConfig | Trace | None
     _pipeline: Pipeline | None
     _group: Group | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +46,7 @@ class Losses(Watching):
         the loop has not called `pick`, the mean is over the samples picked here.
         """
         begin = time.perf_counter()
+        self.steps.lost(losses.device)
         batch = self._batch_of(ids)
         kept = batch.kept
         if kept is None and self._picks < 1:
@@ -69,9 +71,7 @@ class Losses(Watching):
                     "The attached model gives no features (what its last Linear is given): no near-copies by them."
                 )
         if kept is None:
-            self._recorder.record(
-                batch.ids, losses, logits, targets, window=batch.window, hint=batch.hint, number=self._number(batch)
-            )
+            self._record(batch, losses, logits, targets, number=self._number(batch))
         else:
             self._recorder.trained(batch.ids, kept, window=batch.window)
         weights = None if self._plain_weights else self._weights_of(batch, losses.device)
@@ -144,10 +144,25 @@ class Losses(Watching):
             raise ConfigError(f"pick: share is {share}; it must be above 0 and at most 1.")
         _check_losses(where, losses, len(batch.ids))
         logits, targets = self._usable(losses, logits, targets)
-        self._recorder.record(batch.ids, losses, logits, targets, window=batch.window, trained=False, hint=batch.hint)
+        self._record(batch, losses, logits, targets, trained=False)
         generator = torch_generator(self.seed, PICK, batch.window, batch.number, self.rank)
         count, power = max(1, round(share * len(losses))), 1 / share - 1 if power is None else power
         return pick_positions(self._recent.percentile(losses), count, power, generator)
+
+    def _record(self, batch: Batch, losses: Tensor, logits: Tensor | None, targets: Tensor | None, **more: Any) -> None:
+        """Enter a batch into the ledger; of several views of a sample the first alone, so that they count as one sample."""
+        ids, hint = batch.ids, batch.hint
+        if self._shard is not None and not self._no_doubles and batch.window == self._shard.plan.window:
+            first = np.flatnonzero(self._shard.plan.views[self._shard.span(batch.number)] == 0)
+            if not len(first):
+                return
+            if len(first) < len(ids):
+                ids, positions = ids[first], torch.from_numpy(first)
+                losses = losses[positions.to(losses.device)]
+                logits, targets, hint = (
+                    None if part is None else part[positions.to(part.device)] for part in (logits, targets, hint)
+                )
+        self._recorder.record(ids, losses, logits, targets, window=batch.window, hint=hint, **more)
 
     def _number(self, batch: Batch) -> int | None:
         return batch.number if self._no_doubles else None
@@ -167,12 +182,10 @@ class Losses(Watching):
         if self._shard is None or not len(array):
             raise LossError("These ids belong to no batch of this window.")
         spots = np.flatnonzero(self._shard.plan.ids == array[0])
-        number = int(np.searchsorted(self._shard.start, spots[0], side="right")) - 1 if len(spots) else -1
-        if number < 0 or not np.array_equal(self._shard.ids(number), array):
-            raise LossError(
-                "These ids are not a batch of this window, in its order; pass them on as they were delivered."
-            )
-        return Batch(self._shard.plan.window, number, array)
+        for number in (np.searchsorted(self._shard.start, spots, side="right") - 1).tolist():
+            if number >= 0 and np.array_equal(self._shard.ids(number), array):
+                return Batch(self._shard.plan.window, number, array)
+        raise LossError("These ids are not a batch of this window, in its order; pass them on as they were delivered.")
 
     def _usable(
         self, losses: Tensor, logits: Tensor | None, targets: Tensor | None

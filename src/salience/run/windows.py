@@ -33,7 +33,7 @@ from salience.select.steering import Paths, Steering
 from salience.signals import Attached
 from salience.signals.proxy import Proxy
 from salience.signals.scorer import Scorer
-from salience.watch import Stopwatch
+from salience.watch import Steps, Stopwatch
 
 Select = str | SelectConfig | Mapping[str, Any] | Trace | None
 
@@ -92,6 +92,7 @@ class Windows(Losses):
         self.rank, self.world = (self._group.rank, self._group.world) if self._group else (0, 1)
         self.events = log if isinstance(log, EventLog) else EventLog(log if self.rank == 0 else None)
         self.watch = Stopwatch()
+        self.steps = Steps()
         self._ledger = self._group.ledger(n) if self._group else Ledger(n)
         if ledger is not None:
             self._warm_start(ledger if isinstance(ledger, Ledger) else ledgers.load(ledger))
@@ -178,7 +179,7 @@ class Windows(Losses):
         self._steer()
         self._look_for_copies()
         with self.watch("plan"):
-            plan = self._plan(draws_worker_seed)
+            plan = self._treated(self._plan(draws_worker_seed))
             self._adopt(plan, set())
         later = self._later(len(plan))
         self.visits_expected = None if later is None else self._visited + len(plan) + later
@@ -210,6 +211,10 @@ class Windows(Losses):
             ids=self._plain_order(draws_worker_seed), weights=ones, importance=ones.copy(),
             level=np.zeros(self.n, dtype=np.uint8),
         )  # fmt: skip
+
+    def _treated(self, plan: Plan) -> Plan:
+        """The plan with treatment levels, where there are stages."""
+        return plan
 
     def _stock(self) -> Stock | None:
         """Where the bytes of the samples are, the same on every rank; None where that is not known."""

@@ -47,9 +47,7 @@ class Echoed:
     """Views of that sample in this window, int64 [visits]."""
 
 
-def echo(
-    views: npt.NDArray[np.int64], turn: npt.NDArray[np.int32], *, apart: int, rng: np.random.Generator
-) -> Echoed:
+def echo(views: npt.NDArray[np.int64], turn: npt.NDArray[np.int32], *, apart: int, rng: np.random.Generator) -> Echoed:
     """Spread views over as many visits T as the plan has samples; `views` and `turn` are in the plan's order.
 
     Samples whose `turn` (window of the last reading) is longest ago come first, in the plan's order among equals, until their

@@ -1,4 +1,4 @@
-"""Which samples get every stage fresh and which take up an intermediate: decided when a window is planned, by pure functions."""
+"""Which samples get every stage fresh and which take up an intermediate: pure functions, asked when a window is planned."""
 
 from __future__ import annotations
 
@@ -42,7 +42,14 @@ class Shelf:
 
 
 def shelve(
-    ids: Ids, factor: npt.NDArray[np.uint8], shelf: Shelf, *, slots: int, window: int, r_max: int, rng: np.random.Generator
+    ids: Ids,
+    factor: npt.NDArray[np.uint8],
+    shelf: Shelf,
+    *,
+    slots: int,
+    window: int,
+    r_max: int,
+    rng: np.random.Generator,
 ) -> tuple[npt.NDArray[np.uint8], Shelf]:
     """Treatment level of each planned sample, uint8 [len(ids)], and the shelf as the window leaves it.
 
@@ -87,7 +94,12 @@ class Split:
 
 
 def choose_split(
-    seconds: npt.NDArray[np.float64], sizes: npt.NDArray[np.int64], allowed: npt.NDArray[np.bool_], *, memory: int, n: int
+    seconds: npt.NDArray[np.float64],
+    sizes: npt.NDArray[np.int64],
+    allowed: npt.NDArray[np.bool_],
+    *,
+    memory: int,
+    n: int,
 ) -> int | None:
     """After how many stages the intermediate saves most; None where none may be kept or fits.
 

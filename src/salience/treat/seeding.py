@@ -1,4 +1,4 @@
-"""Randomness by sample: global generators seeded from (seed, window, id, view), so that workers and their number do not matter."""
+"""Randomness by sample: global generators seeded from (seed, window, id, view), so that workers do not matter."""
 
 from __future__ import annotations
 

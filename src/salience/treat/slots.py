@@ -128,7 +128,12 @@ class _Pickler(pickle.Pickler):
     """Tensors as arrays: many times faster than torch's own way."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is Tensor and obj.layout is torch.strided and obj.dtype is not torch.bfloat16 and not obj.requires_grad:
+        if (
+            type(obj) is Tensor
+            and obj.layout is torch.strided
+            and obj.dtype is not torch.bfloat16
+            and not obj.requires_grad
+        ):
             return torch.from_numpy, (obj.contiguous().numpy(),)
         return NotImplemented
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import multiprocessing
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,10 +50,11 @@ def as_stages(augment: Sequence[Stage | Callable[..., Any]]) -> tuple[Stage, ...
     return stages
 
 
-def check_picklable(stages: Sequence[Stage], context: Any) -> None:
+def check_picklable(stages: Sequence[Stage], dataloader: Mapping[str, Any]) -> None:
     """Raise ConfigError where workers are started with a fresh interpreter and a stage cannot be sent to them."""
-    method = context if isinstance(context, str) else getattr(context, "_name", None) or multiprocessing.get_start_method()
-    if method == "fork":
+    context = dataloader.get("multiprocessing_context") or multiprocessing.get_context()
+    method = context if isinstance(context, str) else context.get_start_method()
+    if method == "fork" or not dataloader.get("num_workers"):
         return
     for stage in stages:
         try:

@@ -1,4 +1,4 @@
-"""Watch: where does the time go? For now the stopwatch that every part reports its own seconds to."""
+"""The stopwatch that every part reports its own seconds to."""
 
 from __future__ import annotations
 

@@ -1,0 +1,90 @@
+"""Opening what a run left behind, for the commands that tell of it: its log, and around it what else lies there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from salience.errors import ConfigError, StateError
+
+if TYPE_CHECKING:
+    from salience.ledger import Ledger
+    from salience.report.story import Story
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opened:
+    """A run's story, and what its pictures are found by."""
+
+    story: Story
+    ledger: Ledger | None
+    settings: Mapping[str, Any]
+
+
+def open_run(given: str, *, name: str = "", ledger: str = "", whole: bool = True) -> Opened:
+    """The run at `given`, its folder or its event log. Not `whole`: without the ledger and all that hangs on it."""
+    from salience import checkpoint
+    from salience import ledger as ledgers
+    from salience.report.log import read_log
+    from salience.report.story import tell
+    from salience.select.findings import load_copies
+
+    path = Path(given)
+    folder = path if path.is_dir() else path.parent if path.name == checkpoint.LOG else None
+    log = read_log(path / checkpoint.LOG if path.is_dir() else path)
+    saved = _checkpoint(folder)
+    notes: list[str] = []
+    found = near = file = None
+    try:
+        if whole and ledger:
+            found = ledgers.load(checkpoint.ledger_file(ledger))
+        elif whole and folder is not None and (folder / checkpoint.LEDGER).exists():
+            found = ledgers.load(folder / checkpoint.LEDGER)
+        if found is not None and folder is not None:
+            near = load_copies(folder / checkpoint.COPIES, found.n) if (folder / checkpoint.COPIES).exists() else None
+            file = checkpoint.read_names(folder, found.n)
+    except StateError as cause:
+        if ledger:
+            raise
+        notes.append(f"{cause} It was left out.")
+    settings: dict[str, Any] = saved.get("config", {})
+    story = tell(
+        log, name=name or run_name(path), settings=settings, classes=saved.get("classes"), ledger=found, near=near,
+        file=file, notes=notes,
+    )  # fmt: skip
+    return Opened(story=story, ledger=found, settings=settings)
+
+
+def run_name(path: Path) -> str:
+    """A run is called as its folder; a log that lies elsewhere, as its file."""
+    where = path.resolve()
+    return where.name if path.is_dir() else where.parent.name if where.name == "run.jsonl" else where.stem
+
+
+def write_page(text: str, output: str) -> None:
+    """Write an HTML file; it appears whole or not at all."""
+    path = Path(output)
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(f"-o {output!r} is to be an HTML file; choose a name that ends in .html.")
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    except OSError as cause:
+        part.unlink(missing_ok=True)
+        raise StateError(f"{output!r} cannot be written: {cause.strerror or cause}; choose another -o.") from cause
+
+
+def _checkpoint(folder: Path | None) -> dict[str, Any]:
+    """What the newest checkpoint of `salience train` says, or nothing; a damaged one is left as it is."""
+    from salience import checkpoint
+
+    for name in () if folder is None else (checkpoint.LAST, checkpoint.PREVIOUS):
+        try:
+            return checkpoint.read(folder / name) if folder is not None else {}
+        except StateError:
+            continue
+    return {}

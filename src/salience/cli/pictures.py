@@ -1,0 +1,98 @@
+"""Small pictures of the samples a report shows, from the data set where it can be reached."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from salience.errors import BrokenSample, DataError, SalienceError
+
+if TYPE_CHECKING:
+    from salience.ledger import Ledger
+
+SIDE = 96
+"""Pixels of a side at most."""
+SMALL = 48
+"""Up to this many pixels PNG, which keeps every one of them; above, JPEG."""
+
+Read = Callable[[int], npt.NDArray[np.uint8]]
+"""From a sample's id to its pixels, uint8 [channels, height, width]."""
+
+
+def pictures(data: str, ids: Sequence[int], ledger: Ledger) -> dict[int, bytes]:
+    """PNG or JPEG of each sample; what cannot be read is left out. DataError where `data` is not the run's data set."""
+    read = _matching(data, ledger)
+    made: dict[int, bytes] = {}
+    for i in ids:
+        try:
+            made[i] = encoded(read(i))
+        except BrokenSample:
+            continue
+    return made
+
+
+def encoded(pixels: npt.NDArray[np.uint8]) -> bytes:
+    """A small picture of uint8 [channels, height, width]."""
+    from PIL import Image
+
+    image = Image.fromarray(pixels.transpose(1, 2, 0) if len(pixels) == 3 else pixels[0])
+    image.thumbnail((SIDE, SIDE))
+    file = io.BytesIO()
+    if max(image.size) <= SMALL:
+        image.save(file, "PNG", optimize=True)
+    else:
+        image.save(file, "JPEG", quality=80)
+    return file.getvalue()
+
+
+def _matching(data: str, ledger: Ledger) -> Read:
+    """A reader of the first reading of `data` that has the run's samples, in its order: the same number and classes."""
+    reasons: list[str] = []
+    for opened in (_split, _source):
+        if opened is _split and "://" in data:
+            continue
+        try:
+            labels, read = opened(data)
+        except (SalienceError, OSError) as cause:
+            reasons.append(str(cause))
+            continue
+        known = ledger.label >= 0
+        if len(labels) == ledger.n and np.array_equal(labels[known], ledger.label[known]):
+            return read
+        reasons.append(f"it has {len(labels):,} samples, the run {ledger.n:,}")
+        if len(labels) == ledger.n:
+            reasons[-1] = "its classes are others"
+    raise DataError(f"{data!r} is not the data of this run: {reasons[0].rstrip('.')}.")
+
+
+def _split(data: str) -> tuple[npt.NDArray[Any], Read]:
+    """The images to train on, as `salience train` takes them from a folder or tar."""
+    from salience.images.splits import open_split
+
+    split = open_split(data)
+    return split.labels, lambda i: split.source[int(split.ids[i])][0].numpy()
+
+
+def _source(data: str) -> tuple[npt.NDArray[Any], Read]:
+    """All samples of a `Source`."""
+    from salience.feed import Source
+    from salience.feed.reads import Broken
+    from salience.images.folder import decode
+
+    source = Source(data if "://" in data else str(Path(data).expanduser()))
+
+    def read(i: int) -> npt.NDArray[np.uint8]:
+        got = source.read([i])[0]
+        if isinstance(got, Broken):
+            raise BrokenSample(got.reason)
+        try:
+            return decode(got, SIDE, 3)
+        except Exception as cause:  # a decoder fed with what is no image may raise anything
+            raise BrokenSample(f"sample {i} is no image") from cause
+
+    return source.labels, read

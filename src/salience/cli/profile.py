@@ -1,0 +1,108 @@
+"""Find out what holds a training script back, and what could be gained.
+
+    salience profile train.py -- --my-option 3
+    salience profile --data photos/ --model resnet9
+
+The script is run as it is, with its arguments, until a few hundred steps of its salience.Loader are measured; then it is
+stopped. Now and then the next batches are held back, which times the loader alone, and released one after the other, which
+times the loop alone; they are the batches it would have got anyway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from salience.cli.text import subcommand
+from salience.errors import ConfigError, DataError
+
+
+def add(commands: Any) -> None:
+    parser = subcommand(commands, "profile", __doc__, run)
+    parser.add_argument(
+        "script", nargs="?", help="a Python script that trains with salience.Loader; what it is given goes after --"
+    )
+    parser.add_argument("--data", metavar="DATA", help="profile `salience train` on this folder or tar instead")
+    parser.add_argument("--model", default="resnet9", metavar="MODEL", help="with --data (default: resnet9)")
+    parser.add_argument("--batch-size", type=int, default=128, metavar="SIZE", help="with --data (default: 128)")
+    parser.add_argument("--workers", type=int, default=2, metavar="WORKERS", help="with --data (default: 2)")
+    parser.add_argument(
+        "--probes", type=int, default=4, metavar="COUNT", help="times to hold batches back (default: 4)"
+    )
+    parser.add_argument("--whole", action="store_true", help="let the script run to its end")
+    parser.add_argument("--json", metavar="FILE", help="write everything measured there as well")
+
+
+def run(args: argparse.Namespace) -> int:
+    if bool(args.script) == bool(args.data):
+        raise ConfigError("Name a script to profile, or --data for `salience train`; one of the two.")
+    if args.script and not Path(args.script).is_file():
+        raise ConfigError(f"There is no script {args.script!r}; check the spelling.")
+    if args.probes < 1:
+        raise ConfigError(f"--probes is {args.probes}; it must be at least 1.")
+
+    from salience.report.console import say
+    from salience.watch.probe import Enough, Session, profiling
+    from salience.watch.usage import Usage
+
+    with profiling(Session(stop=not args.whole, times=args.probes)) as session, Usage() as usage:
+        try:
+            _run_script(args.script, args.arguments) if args.script else _run_train(args)
+        except Enough:
+            pass
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                say(f"The script ended with status {end.code}.")
+    if not session.found:
+        raise DataError(
+            "The script made no salience.Loader: there is nothing to measure. Use it in the place of DataLoader."
+        )
+    found = session.measured()
+    if found is None:
+        steps = max(steps.count for _, steps, _ in session.found)
+        raise DataError(
+            f"The script made {steps} steps, too few to hold batches back and measure; let it train longer, or use "
+            "smaller batches."
+        )
+    costs, steps = found
+    from salience.report.profile import Profile, rendered
+
+    made = Profile.of(costs, cores=os.cpu_count() or 1, losses=steps.losses, usage=usage.samples, missing=usage.missing)
+    say(rendered(made))
+    if args.json:
+        Path(args.json).write_text(json.dumps(asdict(made), indent=1))
+    return 0
+
+
+def _run_script(script: str, arguments: list[str]) -> None:
+    """As `python script arguments` would."""
+    argv, path = sys.argv, sys.path[:]
+    sys.argv, sys.path[0] = [script, *arguments], str(Path(script).resolve().parent)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = argv, path
+
+
+def _run_train(args: argparse.Namespace) -> None:
+    from salience.config import TrainConfig
+    from salience.train import train
+
+    with tempfile.TemporaryDirectory(prefix="salience-profile-") as folder:
+        train(
+            TrainConfig(
+                data=args.data,
+                model=args.model,
+                epochs=100,
+                batch_size=args.batch_size,
+                workers=args.workers,
+                out=folder,
+            )
+        )

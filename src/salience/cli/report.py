@@ -1,0 +1,76 @@
+"""Tell a run's story: what was trained, at what cost, what was selected and found.
+
+    salience report runs/train                          a few sentences
+    salience report runs/train -o report.html           one self-contained page, with pictures
+    salience report run.jsonl --ledger ledger.npz -o report.html
+    salience report runs/less --baseline runs/all -o report.html
+
+RUN is the folder of a run, or the event log of a loop of your own (the file given as log=). Pictures come from the
+data of the run where they still lie there, or from --data. A run that crashed is told as far as it came.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from salience.cli.opening import Opened, open_run, write_page
+from salience.cli.text import subcommand
+from salience.errors import SalienceError
+
+
+def add(commands: Any) -> None:
+    parser = subcommand(commands, "report", __doc__, run)
+    parser.add_argument("path", metavar="RUN", help="folder of a run, or its event log")
+    parser.add_argument("-o", "--output", metavar="FILE", default="", help="HTML file to write")
+    parser.add_argument("--baseline", metavar="RUN", default="", help="run to set it against")
+    parser.add_argument("--ledger", metavar="FILE", default="", help="ledger of the run, where it does not lie there")
+    parser.add_argument(
+        "--data", metavar="PATH", default="", help="the run's images: folder, tar, or what a Source takes"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from salience.report.compared import against, sentences
+    from salience.report.console import say
+    from salience.report.words import verdict
+
+    opened = open_run(args.path, ledger=args.ledger)
+    baseline = None
+    if args.baseline:
+        baseline = against(opened.story, open_run(args.baseline, whole=False).story)
+    say(verdict(opened.story))
+    for difference in () if baseline is None else baseline.differences:
+        say(" ".join(sentences(difference)))
+    for note in (*opened.story.notes, *(baseline.notes if baseline else ())):
+        say(f"Note: {note}")
+    if not args.output:
+        say("The whole story as a page: add -o report.html")
+        return 0
+
+    from salience.report.html import page
+
+    shown, note = _pictures(opened, args.data)
+    story = replace(opened.story, notes=(*opened.story.notes, *([note] if note else [])))
+    write_page(page(story, pictures=shown, baseline=baseline), args.output)
+    say(f"Written to {args.output}{f', with {len(shown)} pictures' if shown else ''}. {note}".rstrip())
+    return 0
+
+
+def _pictures(opened: Opened, given: str) -> tuple[dict[int, bytes], str]:
+    """Pictures of what is shown, and why there are none. Data that was named and does not fit is an error."""
+    from salience.cli.pictures import pictures
+    from salience.report.story import shown
+
+    ids, data = shown(opened.story), given or str(opened.settings.get("data", ""))
+    if not data or not ids or opened.ledger is None:
+        missing = "there is no ledger to find the samples by" if opened.ledger is None else "--data names no images"
+        return {}, f"No pictures: {missing}." if ids and (given or opened.ledger is not None) else ""
+    try:
+        return pictures(data, ids, opened.ledger), ""
+    except SalienceError as cause:
+        if given:
+            raise
+        return {}, f"No pictures: {cause}"

@@ -1,0 +1,189 @@
+"""Charts as inline SVG: lines, stacked columns and bars. Colours come from the page, so that they follow light and dark.
+
+Each chart carries its numbers as a table too, for those who cannot see it and those who want to copy them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT = 400, 220
+LEFT, RIGHT, TOP, BOTTOM = 48, 10, 12, 38
+"""Room around the plot, in the units of the drawing."""
+DOTS = 40
+"""Up to so many values of a line are marked each."""
+ROW = 24
+"""Height of one bar with its name."""
+
+Form = Callable[[float], str]
+"""A number as people read it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Series:
+    """One named row of numbers; None where there is none."""
+
+    name: str
+    values: Sequence[float | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chart:
+    """A drawing, what its colours mean, and the numbers in it."""
+
+    title: str
+    svg: str
+    legend: tuple[str, ...]
+    """Names of the colours c0, c1, ...; empty where there is one."""
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+def lines(
+    title: str, x: Sequence[float], series: Sequence[Series], *, x_label: str, form: Form, x_form: Form = "{:,.0f}".format,
+    least: float | None = None, note: str = "",
+) -> Chart:  # fmt: skip
+    """Lines over `x`; the axis goes from `least`, or the smallest value, to the largest."""
+    known = [v for one in series for v in one.values if v is not None]
+    axis = ticks(min(known, default=0.0) if least is None else least, max(known, default=1.0))
+    low, high = (x[0], x[-1]) if x and x[-1] > x[0] else ((x[0] if x else 0.0) - 0.5, (x[0] if x else 0.0) + 0.5)
+    right = WIDTH - RIGHT
+
+    def across(value: float) -> float:
+        return LEFT + (right - LEFT) * (value - low) / (high - low)
+
+    body = _grid(axis, form)
+    for number, one in enumerate(series):
+        points = [(across(a), _height(b, axis), a, b) for a, b in zip(x, one.values, strict=True) if b is not None]
+        path = " ".join(f"{a:.1f},{b:.1f}" for a, b, _, _ in points)
+        body += f'<polyline class="line c{number}" points="{path}"/>'
+        if len(points) <= DOTS:
+            for a, b, at, value in points:
+                told = f"{x_label} {x_form(at)}: {form(value)}"
+                told = f"{one.name}, {told}" if len(series) > 1 else told
+                body += f'<circle class="dot c{number}" cx="{a:.1f}" cy="{b:.1f}" r="3"><title>{escape(told)}</title></circle>'
+    marks = [v for v in ticks(low, high, whole=all(float(v).is_integer() for v in x)) if low <= v <= high]
+    body += _feet([(across(v), x_form(v)) for v in marks], x_label)
+    return _chart(title, body, series, [x_form(v) for v in x], x_label, form, note)
+
+
+def columns(
+    title: str, names: Sequence[str], series: Sequence[Series], *, x_label: str, form: Form,
+    feet: Sequence[tuple[float, str]] | None = None, note: str = "",
+) -> Chart:  # fmt: skip
+    """Stacked columns, one a name. `feet` are marks below: (how many columns from the left, text); else some of the names."""
+    count = len(names)
+    sums = [sum(one.values[i] or 0.0 for one in series) for i in range(count)]
+    axis = ticks(0.0, max(sums, default=0.0))
+    step = (WIDTH - RIGHT - LEFT) / max(count, 1)
+    gap = min(0.2 * step, 4.0) if count <= 80 else 0.0
+    body = _grid(axis, form)
+    for i, name in enumerate(names):
+        below = 0.0
+        for number, one in enumerate(series):
+            value = one.values[i] or 0.0
+            if value <= 0:
+                continue
+            top, bottom = _height(below + value, axis), _height(below, axis)
+            below += value
+            told = f"{name}: {form(value)}" + (f" {one.name}" if len(series) > 1 else "")
+            body += (
+                f'<rect class="fill c{number}" x="{LEFT + i * step + gap / 2:.2f}" y="{top:.2f}" '
+                f'width="{step - gap:.2f}" height="{bottom - top:.2f}"><title>{escape(told)}</title></rect>'
+            )
+    if feet is None:
+        every = max(1, math.ceil(count / 8))
+        feet = [(i + 0.5, names[i]) for i in range(0, count, every)]
+    body += _feet([(LEFT + at * step, text) for at, text in feet], x_label)
+    return _chart(title, body, series, names, x_label, form, note)
+
+
+def bars(
+    title: str, names: Sequence[str], series: Sequence[Series], *, form: Form, what: str = "", note: str = ""
+) -> Chart:
+    """Horizontal bars with their numbers, the name above; several series lie one below the other."""
+    most = max((v for one in series for v in one.values if v is not None), default=0.0) or 1.0
+    thick = 8 if len(series) > 1 else 10
+    step = ROW + thick * len(series)
+    body = ""
+    for i, name in enumerate(names):
+        top = i * step
+        if len(series) > 1:  # beside the bars the numbers would lie on each other
+            both = " · ".join("-" if one.values[i] is None else form(one.values[i] or 0.0) for one in series)
+            body += f'<text class="value end" x="{WIDTH}" y="{top + 14}">{escape(both)}</text>'
+        body += f'<text class="name" x="0" y="{top + 14}">{escape(_cut(name, 44))}</text>'
+        for number, one in enumerate(series):
+            value = one.values[i]
+            if value is None:
+                continue
+            y = top + 20 + number * thick
+            width = max((WIDTH - (80 if len(series) == 1 else 0)) * value / most, 1.0)
+            told = f"{name}: {form(value)}" + (f" {one.name}" if len(series) > 1 else "")
+            body += (
+                f'<rect class="fill c{(i if len(series) == 1 else number) % 6}" x="0" y="{y}" width="{width:.1f}" '
+                f'height="{thick - 1}"><title>{escape(told)}</title></rect>'
+            )
+            if len(series) == 1:
+                body += f'<text class="value" x="{width + 6:.1f}" y="{y + thick - 1}">{escape(form(value))}</text>'
+    return _chart(title, body, series, names, what, form, note, height=max(1, len(names)) * step + 4)
+
+
+def ticks(low: float, high: float, *, count: int = 5, whole: bool = False) -> list[float]:
+    """Round numbers around [low, high]: steps of 1, 2 or 5 times a power of ten, about `count` of them."""
+    if not high > low:
+        high = low + (1.0 if low == 0 else abs(low))
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+    step = max(1.0, step) if whole else step
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+def _height(value: float, axis: Sequence[float]) -> float:
+    return HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * (value - axis[0]) / (axis[-1] - axis[0])
+
+
+def _grid(axis: Sequence[float], form: Form) -> str:
+    parts: list[str] = []
+    for value in axis:
+        y = _height(value, axis)
+        parts.append(
+            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<text class="tick end" x="{LEFT - 6}" y="{y + 4:.1f}">{escape(form(value))}</text>'
+        )
+    return "".join(parts)
+
+
+def _feet(marks: Sequence[tuple[float, str]], label: str) -> str:
+    texts = "".join(
+        f'<text class="tick middle" x="{min(x, WIDTH - RIGHT - 8):.1f}" y="{HEIGHT - BOTTOM + 15}">{escape(text)}</text>'
+        for x, text in marks
+    )
+    return f'{texts}<text class="label middle" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 5}">{escape(label)}</text>'
+
+
+def _chart(
+    title: str, body: str, series: Sequence[Series], names: Sequence[str], what: str, form: Form, note: str,
+    *, height: float = HEIGHT,
+) -> Chart:  # fmt: skip
+    rows = [
+        (name, *("-" if one.values[i] is None else form(one.values[i] or 0.0) for one in series))
+        for i, name in enumerate(names)
+    ]
+    told = ", ".join(one.name for one in series)
+    drawn = (
+        f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img"><title>{escape(title)}</title>'
+        f"<desc>{escape(f'{told} by {what}.' if what else told)} The numbers are in the table below.</desc>{body}</svg>"
+    )
+    legend = tuple(one.name for one in series) if len(series) > 1 else ()
+    head = (what, *(one.name for one in series))
+    return Chart(title=title, svg=drawn, legend=legend, head=head, rows=tuple(rows), note=note)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"

@@ -1,0 +1,227 @@
+"""Runs side by side: arms are runs with the same settings but for the seed, and are compared seed by seed.
+
+The interval is Student's t over the differences of runs that share a seed (for times, over the logarithms of their
+ratios); what it does not separate from nothing is said to be not separated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from salience.report.story import Story
+from salience.report.words import count, metric
+from salience.select.pilot import student
+
+LEVEL = 0.95
+NOT_SETTINGS = ("seed", "out", "resume", "salience", "torch", "workers", "device", "checkpoint_every")
+"""What may differ between runs of one arm."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """A mean over pairs and where it lies with 95% confidence; without ends where there is one pair."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    pairs: int
+
+    def separated(self, nothing: float) -> bool:
+        return self.low is not None and self.high is not None and not self.low <= nothing <= self.high
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arm:
+    """Runs with the same settings but for the seed."""
+
+    name: str
+    stories: tuple[Story, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """An arm against the first one; None where a figure is missing, or no seed is shared."""
+
+    arm: Arm
+    against: Arm
+    metric: Interval | None
+    """Difference of the last validation results."""
+    seconds: Interval | None
+    visits: Interval | None
+    """Ratios."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """What `salience compare` shows."""
+
+    arms: tuple[Arm, ...]
+    differences: tuple[Difference, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def stories(self) -> list[Story]:
+        return [story for arm in self.arms for story in arm.stories]
+
+
+def compare(stories: Sequence[Story]) -> Comparison:
+    """Every arm against that of the first run."""
+    arms = arms_of(stories)
+    return Comparison(
+        arms=arms, differences=tuple(_difference(arm, arms[0]) for arm in arms[1:]), notes=tuple(_doubts(stories))
+    )
+
+
+def against(story: Story, baseline: Story) -> Comparison:
+    """One run against another, whatever their settings."""
+    arms = Arm(name=baseline.name, stories=(baseline,)), Arm(name=story.name, stories=(story,))
+    notes = tuple(_doubts((baseline, story)))
+    return Comparison(arms=arms, differences=(_difference(arms[1], arms[0]),), notes=notes)
+
+
+def arms_of(stories: Sequence[Story]) -> tuple[Arm, ...]:
+    """Runs put together that differ in nothing but the seed, in the order they came."""
+    groups: dict[str, list[Story]] = {}
+    for story in stories:
+        settings = {**story.settings, **story.run}
+        key = json.dumps({k: v for k, v in settings.items() if k not in NOT_SETTINGS}, sort_keys=True, default=str)
+        groups.setdefault(key, []).append(story)
+    names = [_name(group) for group in groups.values()]
+    doubled = {name for name in names if names.count(name) > 1}
+    return tuple(
+        Arm(name=group[0].name if name in doubled else name, stories=tuple(group))
+        for name, group in zip(names, groups.values(), strict=True)
+    )
+
+
+def _name(group: Sequence[Story]) -> str:
+    """The name of the runs without the seed at its end: less-0 and less-seed1 are 'less'."""
+    if len(group) == 1:
+        return group[0].name
+    names = {re.sub(r"[-_.]?(seed|s)?[-_.]?\d+$", "", story.name) for story in group} - {""}
+    return names.pop() if len(names) == 1 else group[0].arm
+
+
+def _difference(arm: Arm, against: Arm) -> Difference:
+    def pairs(value: Callable[[Story], float | None]) -> list[tuple[float, float]]:
+        mine, theirs = _by_seed(arm, value), _by_seed(against, value)
+        if len(arm.stories) == len(against.stories) == 1:  # nothing else to pair it with
+            return list(zip(mine.values(), theirs.values(), strict=False))
+        return [(mine[seed], theirs[seed]) for seed in sorted(mine.keys() & theirs.keys())]
+
+    def ratio(value: Callable[[Story], float | None]) -> Interval | None:
+        logs = interval([math.log(one / other) for one, other in pairs(value)])
+        if logs is None:
+            return None
+        low, high = (None if end is None else math.exp(end) for end in (logs.low, logs.high))
+        return Interval(mean=math.exp(logs.mean), low=low, high=high, pairs=logs.pairs)
+
+    return Difference(
+        arm=arm,
+        against=against,
+        metric=interval([one - other for one, other in pairs(lambda story: story.metric)]),
+        seconds=ratio(lambda story: story.seconds or None),
+        visits=ratio(lambda story: story.visits or None),
+    )
+
+
+def _by_seed(arm: Arm, value: Callable[[Story], float | None]) -> dict[int, float]:
+    """The mean of each seed's runs that have a value."""
+    found: dict[int, list[float]] = {}
+    for story in arm.stories:
+        one = value(story)
+        if one is not None:
+            found.setdefault(story.seed, []).append(one)
+    return {seed: statistics.fmean(values) for seed, values in found.items()}
+
+
+def interval(values: Sequence[float]) -> Interval | None:
+    """mean +- t(n - 1) * s / sqrt(n), Student's t at 95%."""
+    if not values:
+        return None
+    mean = statistics.fmean(values)
+    if len(values) == 1:
+        return Interval(mean=mean, low=None, high=None, pairs=1)
+    room = student(len(values) - 1, LEVEL) * statistics.stdev(values) / math.sqrt(len(values))
+    return Interval(mean=mean, low=mean - room, high=mean + room, pairs=len(values))
+
+
+def _doubts(stories: Sequence[Story]) -> list[str]:
+    """Why some of it may not compare."""
+    said: list[str] = []
+    sizes = sorted({int(story.run["population"]) for story in stories if isinstance(story.run.get("population"), int)})
+    if len(sizes) > 1:
+        said.append(
+            f"The runs are of {' and '.join(f'{size:,}' for size in sizes)} samples: their results do not compare."
+        )
+    for key in ("salience", "torch"):
+        versions = sorted({str(story.run[key]) for story in stories if key in story.run})
+        if len(versions) > 1:
+            said.append(f"The runs were made with {key} {' and '.join(versions)}.")
+    said += [f"{story.name}: {note}" for story in stories for note in story.notes if "not finished" in note]
+    return said
+
+
+# ---------------------------------------------------------------- in words
+
+
+HEAD = ("run", "seed", "select", "result", "best", "visits", "of all", "seconds", "overhead")
+
+
+def rows(comparison: Comparison) -> list[tuple[str, ...]]:
+    """A row for each run, under HEAD."""
+    return [
+        (
+            story.name, str(story.seed), story.arm, metric(story, story.metric), metric(story, story.best),
+            f"{story.visits:,}", f"{story.share:.0%}", f"{story.seconds:.1f}", f"{story.own:.1%}",
+        )
+        for story in comparison.stories
+    ]  # fmt: skip
+
+
+def sentences(difference: Difference) -> list[str]:
+    """What an arm did against the first one: result, visits and seconds, and what is not separated."""
+    one, other = difference.arm, difference.against
+    if difference.seconds is None and difference.metric is None and difference.visits is None:
+        return [f"{one.name} against {other.name}: no seed is shared, or nothing was done; nothing can be paired."]
+    parts = [f"{one.name} against {other.name}:", _result(difference)]
+    if difference.visits is not None:
+        parts.append(f"{difference.visits.mean:.2f}x the visits.")
+    if difference.seconds is not None:
+        parts.append(_times(difference.seconds))
+    return parts
+
+
+def _result(difference: Difference) -> str:
+    found = difference.metric
+    if found is None:
+        return "No validation result of both; accuracy cannot be compared."
+    stories = (*difference.arm.stories, *difference.against.stories)
+    shares = all(0 <= one.metric <= 1 for story in stories for one in story.evaluations)
+    name = "Accuracy" if all(story.measure == "accuracy" for story in stories) else "Result"
+
+    def form(value: float) -> str:
+        return f"{100 * value:+.2f}" if shares else f"{value:+.3g}"
+
+    text = f"{name} {form(found.mean)}{' points' if shares else ''}"
+    if found.low is None or found.high is None:
+        return f"{text}; one pair of runs, so whether that is chance cannot be said."
+    text += f" (95%: {form(found.low)} to {form(found.high)}, {count(found.pairs, 'seed')})"
+    return f"{text}: {_better(found.mean)}." if found.separated(0.0) else f"{text}: not separated."
+
+
+def _better(value: float) -> str:
+    return "better" if value > 0 else "worse"
+
+
+def _times(found: Interval) -> str:
+    text = f"{found.mean:.2f}x the seconds"
+    if found.low is None or found.high is None:
+        return f"{text}, measured once."
+    text += f" (95%: {found.low:.2f} to {found.high:.2f})"
+    return f"{text}: {'less' if found.mean < 1 else 'more'}." if found.separated(1.0) else f"{text}: not separated."

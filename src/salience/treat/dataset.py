@@ -1,0 +1,258 @@
+"""What a worker does: read, run the stages, time them, and keep or take up intermediates as the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Dataset, get_worker_info
+
+from salience.errors import DataError, SalienceError
+from salience.feed.dataset import SourceDataset, substitute
+from salience.feed.reads import Broken, Counts
+from salience.plan import FRESH, REUSED, VIEW
+from salience.treat.seeding import FETCH, PREFIX, REST, own_globals, sample_seeds, seed_globals
+from salience.treat.slots import Slots
+from salience.treat.stages import Runner, Stage, joined, parts
+
+Floats = npt.NDArray[np.float64]
+LEVEL = (1 << VIEW) - 1
+"""Bits of a level that are not the number of the view."""
+
+
+class Treatment(NamedTuple):
+    """How the samples of one batch are treated; arrays are [B]."""
+
+    window: int
+    level: npt.NDArray[np.uint8]
+    born: npt.NDArray[np.int32]
+    """Window whose draws the stages before the split have."""
+    slot: npt.NDArray[np.int64]
+    strength: npt.NDArray[np.float32]
+    split: int = 0
+    """Stages before the intermediate."""
+    size: int = 0
+    """Bytes of a slot; 0 = nothing is kept."""
+    seed_reads: bool = False
+    """Whether the data set itself draws."""
+
+    @classmethod
+    def fresh(cls, count: int, window: int = 0) -> Treatment:
+        zeros = np.zeros(count, dtype=np.int64)
+        return cls(window, zeros.astype(np.uint8), np.full(count, window, np.int32), zeros, np.ones(count, np.float32))
+
+
+class Clock:
+    """Seconds and calls of reading, of each stage, and of keeping and taking up intermediates, [stages + 2]."""
+
+    def __init__(self, stages: int) -> None:
+        self.seconds, self.calls = np.zeros(stages + 2), np.zeros(stages + 2, dtype=np.int64)
+
+    def add(self, part: int, seconds: float, calls: int = 1) -> None:
+        self.seconds[part] += seconds
+        self.calls[part] += calls
+
+
+class Note(NamedTuple):
+    """What there is to tell about a batch."""
+
+    seconds: Floats
+    """As a Clock has them."""
+    calls: npt.NDArray[np.int64]
+    cost_us: npt.NDArray[np.float32]
+    """Of each sample that was read and ran through every stage, else NaN, [B]."""
+    missed: int
+    """Intermediates that were to be taken up and were not there."""
+    unfit: int
+    """Intermediates that could not be kept."""
+    broken: dict[int, str]
+    """Position in the batch -> what is wrong with the sample that belongs there."""
+    counts: dict[str, int]
+    """What was asked of a Source."""
+
+
+class Made(NamedTuple):
+    """A collated batch and its note."""
+
+    batch: Any
+    note: Note
+
+
+class Treated(list[Any]):
+    """The samples of one batch, and what there is to tell about them."""
+
+    note: Note
+
+
+class Staged(Dataset[Any]):
+    """The data set with stages behind it, asked for a whole order at once. It holds nothing that changes with the window."""
+
+    takes_orders = True
+
+    def __init__(
+        self, dataset: Any, stages: Sequence[Stage], *, seed: int, strength: bool = False, slots: Slots | None = None
+    ) -> None:
+        self.dataset, self.stages, self.slots = dataset, tuple(stages), slots
+        self._seed = seed
+        self._source = dataset if isinstance(dataset, SourceDataset) else None
+        self._many = callable(getattr(dataset, "__getitems__", None))
+        self._run = [Runner(stage, strength) for stage in stages]
+        random = [stage.random is not False for stage in stages]
+        self._draws = [any(random[:k]) for k in range(len(random) + 1)]
+        """Whether a stage before number k may draw."""
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, i: int) -> Any:
+        return self._taken([int(i)], -1, Treatment.fresh(1))[0]
+
+    def take(self, order: Any) -> Treated:
+        """The samples of an order, treated as it says."""
+        ids: list[int] = order.ids.tolist()
+        treatment = order.treatment or Treatment.fresh(len(ids))
+        if get_worker_info() is not None:
+            return self._taken(ids, order.ticket, treatment)
+        with own_globals():
+            return self._taken(ids, order.ticket, treatment)
+
+    def _taken(self, ids: list[int], ticket: int, how: Treatment) -> Treated:
+        clock, array = Clock(len(self.stages)), np.asarray(ids, dtype=np.int64)
+        found = self._taken_up(ids, how, clock)
+        wanted = [k for k in range(len(ids)) if k not in found]
+        reading = sample_seeds(self._seed, how.window, array[wanted], FETCH).tolist() if how.seed_reads else None
+        begin = perf_counter()
+        samples, counts = self.read([ids[k] for k in wanted], ticket, reading)
+        per_read = (perf_counter() - begin) / max(1, len(wanted))
+        clock.add(0, per_read * len(wanted), len(wanted))
+        read = dict(zip(wanted, samples, strict=True))
+        first_seeds = sample_seeds(self._seed, how.born, array, PREFIX).tolist()
+        seeds = sample_seeds(self._seed, how.window, array, how.level >> VIEW, REST).tolist()
+        cost = np.full(len(ids), np.nan, dtype=np.float32)
+        unfit = 0
+        out: list[Any] = []
+        rests: list[Any] = []
+        for k in range(len(ids)):
+            strength, start = float(how.strength[k]), perf_counter()
+            if k in found:
+                value, rest = found[k]
+            else:
+                value, rest = parts(read.pop(k))
+                if self._draws[how.split]:
+                    seed_globals(first_seeds[k])
+                value = self.through(value, 0, how.split, strength, first_seeds[k], clock)
+                unfit += not self._kept(k, ids[k], value, rest, how, clock)
+            seed_globals(seeds[k])
+            out.append(self.through(value, how.split, len(self.stages), strength, seeds[k], clock))
+            rests.append(rest)
+            if k not in found and not isinstance(out[k], Broken):
+                cost[k] = 1e6 * (per_read + perf_counter() - start)
+        broken = {k: value.reason for k, value in enumerate(out) if isinstance(value, Broken)}
+        self._stand_in(ids, out, broken)
+        treated = Treated(joined(value, rest) for value, rest in zip(out, rests, strict=True))
+        missed = int(np.count_nonzero((how.level & LEVEL) == REUSED)) - len(found)
+        treated.note = Note(clock.seconds, clock.calls, cost, missed, unfit, broken, counts)
+        return treated
+
+    def _taken_up(self, ids: list[int], how: Treatment, clock: Clock) -> dict[int, tuple[Any, Any]]:
+        """Position -> intermediate and the rest of the sample, of those that are reused and are there."""
+        found: dict[int, tuple[Any, Any]] = {}
+        if self.slots is None or not how.size:
+            return found
+        begin = perf_counter()
+        for k in np.flatnonzero((how.level & LEVEL) == REUSED).tolist():
+            got = self.slots.get(int(how.slot[k]), how.size, ids[k], int(how.born[k]))
+            if got is not None:
+                found[k] = got[0]
+        clock.add(-1, perf_counter() - begin, len(found))
+        return found
+
+    def _kept(self, k: int, i: int, value: Any, rest: Any, how: Treatment, clock: Clock) -> bool:
+        """Keep the intermediate where the plan says so; False where that cannot be done."""
+        if self.slots is None or not how.size or how.level[k] & LEVEL == FRESH or isinstance(value, Broken):
+            return True
+        begin = perf_counter()
+        stored = value, None if rest is None else joined(None, rest)
+        kept = self.slots.put(int(how.slot[k]), how.size, i, int(how.born[k]), stored)
+        clock.add(-1, perf_counter() - begin, 0)
+        return kept
+
+    def through(
+        self, value: Any, start: int, stop: int, strength: float = 1.0, seed: int = 1, clock: Clock | None = None
+    ) -> Any:
+        """The value after stages `start` to `stop`, or a Broken that names the one that failed."""
+        if isinstance(value, Broken):
+            return value
+        for k in range(start, stop):
+            begin = perf_counter()
+            try:
+                value = self._run[k](value, strength, seed)
+            except SalienceError:  # a missing package, say
+                raise
+            except Exception as error:  # a stage fed with rubbish may raise anything
+                return Broken(f"stage {self._run[k].label!r} failed on it ({type(error).__name__}: {str(error)[:200]})")
+            if clock is not None:
+                clock.add(k + 1, perf_counter() - begin)
+        return value
+
+    def read(self, ids: list[int], ticket: int, seeds: list[int] | None) -> tuple[list[Any], dict[str, int]]:
+        """What the data set gives for each id; of a Source, bytes (or a Broken) with the label."""
+        if not ids:
+            return [], {}
+        if self._source is None:
+            if self._many:
+                if seeds is not None:
+                    seed_globals(seeds[0])
+                return list(self.dataset.__getitems__(ids)), {}
+            samples: list[Any] = []
+            for k, i in enumerate(ids):
+                if seeds is not None:
+                    seed_globals(seeds[k])
+                samples.append(self.dataset[i])
+            return samples, {}
+        source, handle = self._source.source, self._source.handle
+        if handle is None or ticket < 0:
+            data, counts = source.read_counted(ids)
+        else:
+            data, counts = handle.read(ticket, ids), Counts()
+        if not source.classes:
+            return list(data), asdict(counts)
+        labels = source.labels[np.asarray(ids, dtype=np.int64)].tolist()
+        return list(zip(data, labels, strict=True)), asdict(counts)
+
+    def _stand_in(self, ids: list[int], out: list[Any], broken: dict[int, str]) -> None:
+        if not broken:
+            return
+        if len(broken) == len(ids):
+            raise DataError(f"All {len(ids)} samples of a batch are broken; the first, sample {ids[0]}: {broken[0]}.")
+        labels = np.zeros(len(ids), dtype=np.int32)
+        if self._source is not None:
+            labels = self._source.source.labels[np.asarray(ids, dtype=np.int64)]
+        for k in broken:
+            out[k] = out[substitute(k, labels, broken)]
+
+
+class TreatCollate:
+    """The user's collate function, with the note beside its result."""
+
+    def __init__(self, collate: Callable[[Any], Any], last: str) -> None:
+        self.collate, self._last = collate, last
+
+    def __call__(self, samples: Treated) -> Made:
+        try:
+            return Made(self.collate(samples), samples.note)
+        except Exception as cause:
+            shapes = {
+                tuple(getattr(parts(sample)[0], "shape", ())): k for k, sample in reversed(list(enumerate(samples)))
+            }
+            if len(shapes) < 2:
+                raise
+            (one, a), (two, b) = sorted(shapes.items(), key=lambda item: item[1])[:2]
+            raise DataError(
+                f"Stages gave shape {one} at position {a} of a batch and {two} at position {b}; the last one, {self._last!r}, "
+                "must give one shape, or pass a collate_fn= that takes several."
+            ) from cause

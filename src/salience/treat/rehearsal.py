@@ -1,0 +1,130 @@
+"""A rehearsal: a few samples before the run, to see what stages cost, how large intermediates are, and which parts draw."""
+
+from __future__ import annotations
+
+import copy
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from salience.errors import DataError
+from salience.feed.reads import Broken
+from salience.treat.dataset import Floats, Staged
+from salience.treat.seeding import globals_state, own_globals, seed_globals
+from salience.treat.slots import stored_bytes, taken_apart
+from salience.treat.stages import joined, parts
+
+SAMPLES, PAIR = 8, 2
+"""Samples that are tried, and those of them that run twice."""
+
+
+class Rehearsal(NamedTuple):
+    """What a few samples showed."""
+
+    seconds: Floats
+    """A sample: of reading and of each stage, [1 + stages]."""
+    sizes: npt.NDArray[np.int64]
+    """Bytes of a slot for what stage k is given, the largest, [stages]."""
+    random: npt.NDArray[np.bool_]
+    """Whether reading and each stage drew or gave two results for one sample, [1 + stages]."""
+    counts: dict[str, int]
+    """What was asked of a Source."""
+
+
+def rehearsed(staged: Staged, workers: int, options: dict[str, Any]) -> Rehearsal:
+    """In a worker, where there are any: what a data set opens when it is first read must not be opened before a fork."""
+    ids = np.linspace(0, len(staged) - 1, min(SAMPLES, len(staged))).astype(np.int64)
+    taken = {
+        name: options[name] for name in ("multiprocessing_context", "worker_init_fn", "timeout") if name in options
+    }
+    loader: DataLoader[Rehearsal] = DataLoader(
+        _Rehearsing(staged, ids.tolist()), batch_size=None, collate_fn=_as_it_is, num_workers=min(1, workers),
+        generator=torch.Generator(), **taken,
+    )  # fmt: skip
+    return next(iter(loader))
+
+
+def _as_it_is(found: Rehearsal) -> Rehearsal:
+    return found
+
+
+class _Rehearsing(Dataset[Rehearsal]):
+    """A rehearsal as a data set of one."""
+
+    def __init__(self, staged: Staged, ids: list[int]) -> None:
+        self.staged, self.ids = staged, ids
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, i: int) -> Rehearsal:
+        with own_globals():
+            return rehearse(self.staged, self.ids)
+
+
+def rehearse(staged: Staged, ids: list[int]) -> Rehearsal:
+    """Run these samples; the global generators are left seeded."""
+    count, pair = len(staged.stages), min(PAIR, len(ids))
+    random, sizes = np.zeros(count + 1, dtype=bool), np.zeros(count, dtype=np.int64)
+    seed_globals(1)
+    state = globals_state()
+    begin = perf_counter()
+    samples, counts = staged.read(ids, -1, None)
+    per_read = (perf_counter() - begin) / len(ids)
+    if not counts:  # bytes of a Source do not change
+        random[0] = globals_state() != state
+        random[0] |= any(
+            _differ(a, b) for a, b in zip(samples, staged.read(ids[:pair], -1, [2] * pair)[0], strict=False)
+        )
+    whole: list[list[float]] = []
+    trouble = ""
+    for j, sample in enumerate(samples):
+        value, rest = parts(sample)
+        rest = None if rest is None else joined(None, rest)
+        took = [per_read]
+        for k in range(count):
+            sizes[k] = max(sizes[k], _size((value, rest)))
+            spare = _copied(value) if j < pair else None
+            seed_globals(1)
+            state = globals_state()
+            begin = perf_counter()
+            value = staged.through(value, k, k + 1)
+            took.append(perf_counter() - begin)
+            random[k + 1] |= globals_state() != state
+            if spare is not None:
+                seed_globals(2)
+                random[k + 1] |= _differ(value, staged.through(spare[0], k, k + 1, seed=2))
+        if isinstance(value, Broken):
+            trouble = trouble or f"sample {ids[j]}: {value.reason}"
+        else:
+            whole.append(took)
+    if not whole:
+        raise DataError(f"None of {len(ids)} samples came through the stages; {trouble}.")
+    return Rehearsal(np.median(np.array(whole), axis=0), sizes, random, counts)
+
+
+def _copied(value: Any) -> tuple[Any] | None:
+    try:
+        return (copy.deepcopy(value),)
+    except Exception:  # what cannot be copied is not run twice
+        return None
+
+
+def _differ(a: Any, b: Any) -> bool:
+    try:
+        (head, buffers), (other, others) = taken_apart(a), taken_apart(b)
+    except Exception:  # what cannot be taken apart cannot be compared, nor kept
+        return False
+    same = head == other and len(buffers) == len(others)
+    return not (same and all(np.array_equal(x, y) for x, y in zip(buffers, others, strict=True)))
+
+
+def _size(value: Any) -> int:
+    try:
+        return stored_bytes(value)
+    except Exception:
+        return 1 << 62

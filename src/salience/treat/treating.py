@@ -1,0 +1,299 @@
+"""What the training process does of Treat: choose the split, set levels at a window's start, count, and tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from salience.errors import ConfigError, StateError
+from salience.feed.cache import memory_bytes
+from salience.ledger.copies import Copies
+from salience.ledger.exchange import Group
+from salience.plan import FRESH, REUSED, STORED, VIEW, Plan, Shard
+from salience.seeds import AUGMENT, generator
+from salience.treat.config import Treat
+from salience.treat.dataset import LEVEL, Clock, Note, Staged, Treatment
+from salience.treat.echo import echo, echo_slots, views_needed, views_of
+from salience.treat.levels import Shelf, Split, choose_split, reuse_factor, shelve
+from salience.treat.rehearsal import Rehearsal, rehearsed
+from salience.treat.slots import slots_of
+from salience.treat.stages import Stage, takes_strength
+
+
+class Treating:
+    """The treatment of one run."""
+
+    def __init__(
+        self, dataset: Any, stages: Sequence[Stage], config: Treat, *, seed: int, workers: int, group: Group | None
+    ) -> None:
+        self.config, self.stages = config, tuple(stages)
+        self.n, self._seed, self._workers, self._group = len(dataset), seed, workers, group
+        if not stages:
+            raise ConfigError("augment= is empty; pass a list of at least one stage, or leave it out.")
+        memory = memory_bytes()
+        if config.kind != "fresh" and memory is not None and config.bytes > memory:
+            raise ConfigError(f"treat: memory is {config.bytes:,} bytes and this machine has {memory:,}; ask for less.")
+        slots = None if config.kind == "fresh" else slots_of(group, config.bytes)
+        self.staged = Staged(dataset, stages, seed=seed, strength=config.strength, slots=slots)
+        self.split: Split | None = None
+        self.kind = "fresh"
+        """What the window in progress does."""
+        self.views = 1
+        """Views a sample in it, on average."""
+        self._shelf = Shelf.empty(self.n)
+        self._turn = np.full(self.n, -1, dtype=np.int32)
+        """Window in which each was last read under echo."""
+        self._found: Rehearsal | None = None
+        self._clock = Clock(len(stages))
+        self.compute = [0.0, 0]
+        """Seconds the loop took for its batches, and how many."""
+        self.counts = dict.fromkeys(("visits", "fresh", "stored", "reused", "missed", "unfit"), 0)
+
+    def begin(self, options: dict[str, Any]) -> tuple[list[str], dict[str, int]]:
+        """Rehearse and choose the split, once a run; what there is to say, and what was asked of a Source."""
+        if self._found is not None:
+            return [], {}
+        count = len(self.stages)
+        found = Rehearsal(np.zeros(count + 1), np.zeros(count, np.int64), np.zeros(count + 1, bool), {})
+        if self._group is None or self._group.rank == 0:
+            found = rehearsed(self.staged, self._workers, options)
+        if self._group is not None:  # everybody goes by what rank 0 saw
+            numbers = self._group.first([*found.seconds, *found.sizes.tolist(), *found.random.tolist()])
+            seconds, sizes, random = np.split(np.array(numbers), [count + 1, 2 * count + 1])
+            found = Rehearsal(seconds, sizes.astype(np.int64), random.astype(bool), found.counts)
+        return self._understand(found), found.counts
+
+    def _understand(self, found: Rehearsal) -> list[str]:
+        self._found = found
+        said = [
+            f"Stage {stage.label!r} is declared random=False and is not: it drew random numbers or gave two results for one "
+            "sample; its results are not kept."
+            for stage, random in zip(self.stages, found.random[1:], strict=True)
+            if stage.random is False and random
+        ]
+        if self.config.kind == "fresh":
+            return said
+        allowed, why = allowed_splits(self.stages, found.random, self.config.strength)
+        wanted = self.config.split
+        if wanted is not None:
+            if not 0 <= wanted < len(self.stages):
+                raise ConfigError(
+                    f"treat: split is {wanted}; with these stages it must be from 0 to {len(self.stages) - 1}."
+                )
+            if not allowed[wanted]:
+                raise ConfigError(f"treat: split is {wanted}, and {why}.")
+            allowed = np.arange(len(self.stages)) == wanted
+        # Echo keeps few at a time, whatever the number of samples.
+        n = 1 if self.config.kind == "echo" else self.n
+        k = choose_split(found.seconds, found.sizes, allowed, memory=self.config.bytes, n=n)
+        if k is None:
+            return [*said, f"treat={self.config.kind!r} does nothing: {why or 'no intermediate fits into its memory'}."]
+        size = -(-int(found.sizes[k]) // 64) * 64
+        self.split = Split(stages=k, size=size, slots=min(self.config.bytes // size, self.n))
+        return said
+
+    def plan(self, plan: Plan, ranks: npt.NDArray[Any] | None, copies: Copies | None) -> Plan:
+        """The plan with levels; under echo, of as many visits to fewer samples."""
+        if ranks is not None and (self.config.blind or ranks.min() == ranks.max()):
+            ranks = None
+        if plan.ranks is None and ranks is not None:
+            plan = replace(plan, importance=ranks[plan.ids].astype(np.float32))
+        self.kind, self.views = self._choice()
+        rng = generator(self._seed, AUGMENT, plan.window)
+        if self.split is None or self.kind == "fresh":
+            return replace(plan, level=np.zeros(len(plan), dtype=np.uint8))
+        if self.kind == "reuse":
+            r_max = self.config.r_max
+            factor = np.full(self.n, r_max, np.uint8) if ranks is None else reuse_factor(ranks, r_max)
+            level, self._shelf = shelve(
+                plan.ids, factor, self._shelf, slots=self.split.slots, window=plan.window, r_max=r_max, rng=rng
+            )
+            return replace(plan, level=level)
+        views = views_of(
+            None if ranks is None else ranks[plan.ids], _copies_left_out(plan, copies), self.views, len(plan)
+        )
+        apart = (self.config.distance + 1) * plan.batch_size
+        found = echo(views, self._turn[plan.ids], apart=apart, rng=rng)
+        ids = plan.ids[found.position]
+        self._turn[ids] = plan.window
+        # Each sample counts once, however many views it has: w / views, and all of them scaled to a mean of 1.
+        samples = int(np.count_nonzero(found.view == 0))
+        weights = plan.weights[found.position] * (len(ids) / samples / found.count).astype(np.float32)
+        level = np.where(found.count == 1, FRESH, np.where(found.view == 0, STORED, REUSED)).astype(np.uint8)
+        return replace(
+            plan, ids=ids, weights=weights, importance=plan.importance[found.position].copy(),
+            level=level | (found.view << VIEW),
+        )  # fmt: skip
+
+    def _choice(self) -> tuple[str, int]:
+        """What the next window does, and with how many views, from the times measured so far."""
+        kind, views = self.config.kind, self.config.views
+        if self.split is None or kind in ("fresh", "reuse"):
+            return kind, 1
+        assert self._found is not None
+        known = self._clock.calls[:-1] > 0
+        each = np.where(known, self._clock.seconds[:-1] / np.maximum(1, self._clock.calls[:-1]), self._found.seconds)
+        batch = each * self._batch / max(1, self._workers)
+        saved, rest = batch[: self.split.stages + 1].sum(), batch[self.split.stages + 1 :].sum()
+        compute = self.compute[0] / self.compute[1] if self.compute[1] else saved + rest
+        if kind == "auto":
+            reading = batch[0] > saved / 2
+            kind = "fresh" if saved + rest <= compute else "echo" if reading else "reuse"
+        if views == "auto":
+            views = views_needed(saved, rest, compute)
+        if self._group is not None:
+            number, views = map(int, self._group.first([KINDS.index(kind), views]))
+            kind = KINDS[number]
+        return kind, views if kind == "echo" else 1
+
+    _batch = 1
+    """Samples of a batch, on average."""
+
+    def treatment(self, shard: Shard) -> Callable[[slice], Treatment]:
+        """What to tell workers of a batch, by its place in the plan."""
+        plan = shard.plan
+        born = np.full(len(plan), plan.window, dtype=np.int32)
+        slot = np.zeros(len(plan), dtype=np.int64)
+        if self.kind == "reuse":
+            slot = self._shelf.slot[plan.ids].astype(np.int64)
+            born = np.where(slot >= 0, self._shelf.born[plan.ids], plan.window).astype(np.int32)
+        elif self.kind == "echo" and self.split is not None:
+            slot = echo_slots(plan.ids, plan.views, self.split.slots)
+        split, size = (0, 0) if self.split is None else (self.split.stages, self.split.size)
+        seed_reads = self._found is not None and bool(self._found.random[0])
+
+        def of(span: slice) -> Treatment:
+            return Treatment(
+                plan.window, plan.level[span], born[span], slot[span], plan.importance[span], split, size, seed_reads
+            )
+
+        return of
+
+    def took(self, seconds: float) -> None:
+        """The loop's own time for a batch."""
+        self.compute[0] += seconds
+        self.compute[1] += 1
+
+    def take(self, level: npt.NDArray[np.uint8], note: Note) -> None:
+        """Count what a worker has to tell of a batch."""
+        self._clock.seconds += note.seconds
+        self._clock.calls += note.calls
+        self._batch = len(level)
+        kinds = np.bincount(level & LEVEL, minlength=3)
+        for name, count in zip(
+            ("visits", "fresh", "stored", "reused", "missed", "unfit"),
+            (len(level), *kinds.tolist(), note.missed, note.unfit),
+            strict=True,
+        ):
+            self.counts[name] += count
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """Microseconds a call of reading, of each stage, and of an intermediate."""
+        labels = "read", *(stage.label for stage in self.stages), "intermediate"
+        each = 1e6 * self._clock.seconds / np.maximum(1, self._clock.calls)
+        return dict(zip(labels, np.round(each, 1).tolist(), strict=True))
+
+    @property
+    def saved(self) -> float:
+        """Seconds of workers' time that intermediates saved, their own cost taken off."""
+        if self.split is None:
+            return 0.0
+        before = slice(0, self.split.stages + 1)
+        each = self._clock.seconds[before] / np.maximum(1, self._clock.calls[before])
+        return float(each.sum() * self._clock.calls[-1] - self._clock.seconds[-1])
+
+    def told(self) -> dict[str, Any]:
+        """For the event log."""
+        return {
+            "treatment": self.kind, "views": self.views, "split": None if self.split is None else self.split.stages,
+            "frozen": self.frozen, "costs_us": self.costs, "saved_seconds": round(self.saved, 3), **self.counts,
+        }  # fmt: skip
+
+    @property
+    def frozen(self) -> list[str]:
+        """Stages whose draws are kept with the intermediate."""
+        before = () if self.split is None else self.stages[: self.split.stages]
+        return [stage.label for stage in before if stage.random is not False]
+
+    def state_dict(self) -> dict[str, Any]:
+        found = self._found
+        return {
+            "stages": [stage.label for stage in self.stages],
+            "kind": self.kind, "views": self.views, "compute": list(self.compute), "batch": self._batch,
+            "split": None if self.split is None else [self.split.stages, self.split.size, self.split.slots],
+            "slot": torch.from_numpy(self._shelf.slot.copy()), "born": torch.from_numpy(self._shelf.born.copy()),
+            "uses": torch.from_numpy(self._shelf.uses.copy()), "turn": torch.from_numpy(self._turn.copy()),
+            "found": None if found is None else [found.seconds.tolist(), found.sizes.tolist(), found.random.tolist()],
+            "seconds": self._clock.seconds.tolist(), "calls": self._clock.calls.tolist(), "counts": dict(self.counts),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        labels = [stage.label for stage in self.stages]
+        if state is None or state["stages"] != labels:
+            saved = "none" if state is None else ", ".join(state["stages"])
+            raise StateError(f"The state was saved with the stages {saved}; resume with the same augment= and treat=.")
+        self.kind, self.views = state["kind"], int(state["views"])
+        self.compute, self._batch, self.counts = list(state["compute"]), int(state["batch"]), dict(state["counts"])
+        self.split = None
+        if state["split"] is not None:
+            stages, size, slots = state["split"]
+            self.split = Split(stages=stages, size=size, slots=slots)
+        self._shelf = Shelf(slot=state["slot"].numpy(), born=state["born"].numpy(), uses=state["uses"].numpy())
+        self._turn = state["turn"].numpy().copy()
+        self._clock.seconds[:], self._clock.calls[:] = state["seconds"], state["calls"]
+        if state["found"] is not None:
+            seconds, sizes, random = map(np.array, state["found"])
+            self._found = Rehearsal(seconds, sizes, random, {})
+
+
+KINDS = ("fresh", "reuse", "echo")
+
+
+def allowed_splits(
+    stages: Sequence[Stage], random: npt.NDArray[np.bool_], strength: bool
+) -> tuple[npt.NDArray[np.bool_], str]:
+    """After how many stages an intermediate may be kept, bool [stages], and why not everywhere.
+
+    Every stage before it must be deterministic (declared so, and found so) or its draws may be frozen; and where draws are
+    frozen, a stage that draws must come after, so that no two windows show the identical tensor.
+    """
+    allowed, why = np.zeros(len(stages), dtype=bool), ""
+    if random[0]:
+        return allowed, "the data set itself draws random numbers, so what it gives may not be kept"
+    frozen = False
+    for k in range(len(stages)):
+        if k:
+            stage = stages[k - 1]
+            if not (stage.freeze or (stage.random is False and not random[k])):
+                why = (
+                    f"stage {stage.label!r} is not declared deterministic, salience.Stage(..., random=False), nor may its "
+                    "draws be kept, freeze=True"
+                )
+                break
+            if strength and takes_strength(stage.call):
+                why = f"stage {stage.label!r} depends on strength"
+                break
+            frozen |= stage.random is not False
+        allowed[k] = not frozen or any(later.random is not False and not later.freeze for later in stages[k:])
+        if not allowed[k]:
+            why = "no stage that draws would be left after it"
+    return allowed, why
+
+
+def _copies_left_out(plan: Plan, copies: Copies | None) -> npt.NDArray[np.int64]:
+    """Of each planned sample, near-copies that this plan does not visit, int64 [visits]."""
+    if copies is None:
+        return np.zeros(len(plan), dtype=np.int64)
+    groups = int(copies.group.max(initial=-1)) + 1
+    grouped = copies.group >= 0
+    size = np.bincount(copies.group[grouped], minlength=groups)
+    group = copies.group[plan.ids]
+    here = np.bincount(group[group >= 0], minlength=groups)
+    left = np.where(here > 0, (size - here) // np.maximum(1, here), 0)
+    return np.where(group >= 0, left[group], 0).astype(np.int64) if groups else np.zeros(len(plan), dtype=np.int64)

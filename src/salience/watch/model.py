@@ -1,0 +1,170 @@
+"""From measured seconds to one sentence: what holds the run back, and what each lever could gain at most.
+
+step time        T = (d^g + c^g)^(1/g)     d = input alone, c = compute alone; g = 1: one after the other, g -> inf: overlapped
+ceiling          T / T with the stage's cost at 0 (Amdahl), inside the bracket [max(d, c), d + c]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+FINE, BOUND = 0.05, 0.20
+"""Shares of a step spent waiting for input: below the first all is well, above the second the run is input-bound."""
+WORTH = 1.05
+"""Levers that promise less are not worth trying."""
+STEEPEST = 16.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Costs:
+    """Seconds a step, in steady state."""
+
+    step: float
+    """As the run is."""
+    wait: float
+    """Of it, in which the accelerator waits for input."""
+    input: float
+    """The loader alone: batches drained as fast as it makes them."""
+    compute: float
+    """The loop alone: batches that were ready."""
+    work: Mapping[str, float]
+    """Seconds a batch costs the workers, by stage: "fetch", "decode", stages by name."""
+    forward: float = 0.0
+    backward: float = 0.0
+    workers: int = 0
+    steps: int = 0
+    """How many steps were measured."""
+
+    @property
+    def waiting(self) -> float:
+        """Share of a step."""
+        return min(1.0, max(0.0, self.wait / self.step)) if self.step > 0 else 0.0
+
+    @property
+    def overlap(self) -> float:
+        """The g at which the model gives the measured step."""
+        return fitted(self.step, self.input, self.compute)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lever:
+    """Something that can be switched on, and which share of which stage it saves at most."""
+
+    name: str
+    """As the user writes it."""
+    exact: bool
+    """Whether the run stays exactly as it was."""
+    saves: Mapping[str, float]
+    """Stage -> share of its cost that goes; "input" stands for everything the loader does."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ceiling:
+    """What a lever could gain at most, with the bracket of the two extreme models."""
+
+    lever: Lever
+    speedup: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What holds the run back."""
+
+    kind: str
+    """"input", "compute" or "mixed"."""
+    cause: str
+    """The stage behind most of it."""
+    share: float
+    """Its share in what the loader does, or in compute."""
+    text: str
+
+
+def combined(d: float, c: float, g: float) -> float:
+    """(d^g + c^g)^(1/g), without overflow."""
+    top, low = max(d, c), min(d, c)
+    return top * (1 + (low / top) ** g) ** (1 / g) if top > 0 else 0.0
+
+
+def fitted(step: float, d: float, c: float) -> float:
+    """The g for which `combined` gives the measured step, by bisection between 1 (a sum) and STEEPEST (a maximum)."""
+    if min(d, c) <= 0 or step >= d + c:
+        return 1.0
+    if step <= combined(d, c, STEEPEST):
+        return STEEPEST
+    low, high = 1.0, STEEPEST
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if combined(d, c, middle) > step else (low, middle)
+    return (low + high) / 2
+
+
+def ceiling(costs: Costs, lever: Lever) -> Ceiling:
+    """Speed-up if everything the lever saves at most were saved."""
+    d, c = without(costs, lever.saves)
+    before = combined(costs.input, costs.compute, costs.overlap)
+    after = combined(d, c, costs.overlap)
+    pairs = [(max(costs.input, costs.compute), max(d, c)), (costs.input + costs.compute, d + c)]
+    ends = sorted(_ratio(*pair) for pair in pairs)
+    speedup = min(max(_ratio(before, after), ends[0]), ends[1])
+    return Ceiling(lever=lever, speedup=speedup, low=ends[0], high=ends[1])
+
+
+def without(costs: Costs, saves: Mapping[str, float]) -> tuple[float, float]:
+    """Input and compute seconds after the savings; a stage of the workers counts by its share of their work."""
+    total = sum(costs.work.values())
+    saved = saves.get("input", 0.0)
+    if total > 0:
+        saved += sum(share * costs.work.get(stage, 0.0) / total for stage, share in saves.items() if stage != "input")
+    return costs.input * max(0.0, 1 - saved), costs.compute * max(0.0, 1 - saves.get("compute", 0.0))
+
+
+def levers(costs: Costs, *, cores: int, cached: bool = False) -> list[Lever]:
+    """What could be tried: levers that leave the run as it is first."""
+    stages = [name for name in costs.work if name != "fetch"]
+    found: list[Lever] = []
+    if costs.workers < cores:
+        saved = 1 - max(1, costs.workers) / cores
+        found.append(Lever(name=f"num_workers={cores}", exact=True, saves=dict.fromkeys(costs.work, saved)))
+    if costs.work.get("fetch", 0.0) > 0 and not cached:
+        found.append(Lever(name="cache=", exact=True, saves={"fetch": 1.0}))
+    if stages:
+        found.append(Lever(name='treat="reuse"', exact=False, saves=dict.fromkeys(stages, 0.75)))
+    if costs.work.get("fetch", 0.0) > 0:
+        found.append(Lever(name='select="io"', exact=False, saves={"fetch": 0.7, "compute": 0.3}))
+        found.append(Lever(name='treat="echo"', exact=False, saves={"fetch": 0.5}))
+    found.append(Lever(name='select="default"', exact=False, saves={"input": 0.42, "compute": 0.42}))
+    return found
+
+
+def verdict(costs: Costs, ceilings: Sequence[Ceiling] = ()) -> Verdict:
+    """One sentence."""
+    waiting = costs.waiting
+    kind = "compute" if waiting < FINE else "input" if waiting > BOUND else "mixed"
+    total = sum(costs.work.values())
+    cause, share = "the loader", 1.0
+    if kind == "compute":
+        cause = "backward" if costs.backward > costs.forward else "forward"
+        share = max(costs.backward, costs.forward) / max(costs.forward + costs.backward, 1e-12)
+    elif total > 0:
+        cause = max(costs.work, key=lambda name: costs.work[name])
+        share = costs.work[cause] / total
+    worth = [c for c in ceilings if c.speedup >= WORTH]
+    best = max(worth, key=lambda c: (c.lever.exact, c.speedup), default=None)
+    head = {
+        "input": f"Input-bound: the accelerator waits {waiting:.0%} of each step (utilisation {1 - waiting:.0%})",
+        "mixed": f"Partly input-bound: the accelerator waits {waiting:.0%} of each step (utilisation {1 - waiting:.0%})",
+        "compute": f"Compute-bound: the accelerator waits {waiting:.0%} of each step (utilisation {1 - waiting:.0%})",
+    }[kind]
+    why = f"; {cause} causes {share:.0%} of the wait" if kind != "compute" else ""
+    gain = _ratio(costs.step, costs.compute) if kind != "compute" else 1.0
+    limit = f". Ceiling if input cost nothing: {gain:.2f}x" if kind != "compute" else ""
+    advice = "" if best is None else f". Try: {best.lever.name} (at most {best.speedup:.2f}x)"
+    return Verdict(kind=kind, cause=cause, share=share, text=f"{head}{why}{limit}{advice}.")
+
+
+def _ratio(before: float, after: float) -> float:
+    return before / after if after > 0 else (math.inf if before > 0 else 1.0)

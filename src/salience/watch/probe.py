@@ -1,0 +1,145 @@
+"""Probes that change nothing: the next batches are held back (the loader alone), then released one after the other (the loop
+alone). They are the planned batches in their order, so that the run is the same with and without.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TypeVar
+
+from salience.watch.model import Costs
+from salience.watch.steps import Step, Steps
+
+T = TypeVar("T")
+
+
+class Enough(BaseException):
+    """Everything was measured: the script that is profiled may stop."""
+
+
+@dataclass(slots=True)
+class Probe:
+    """When to hold back how many batches, and what came of it."""
+
+    depth: int = 4
+    """Batches that may be ready already, and whose time says nothing."""
+    timed: int = 8
+    """Batches whose time is taken after those."""
+    every: int = 64
+    """Steps between two probes."""
+    first: int = 12
+    """Steps before the first: whatever warms up has done so."""
+    times: int = 4
+    """Probes in all."""
+    inputs: list[float] = field(default_factory=list[float])
+    """Seconds a batch, of each probe."""
+    done: int = 0
+    stops: bool = False
+    """Raise Enough when all probes are done and their batches are used."""
+
+    def check(self, steps: Steps) -> None:
+        """Stop the script where everything is measured and the loop calls loss()."""
+        last = self.first + self.times * (self.every + self.depth + self.timed)
+        if self.stops and self.done >= self.times and steps.count >= last and steps.losses:
+            raise Enough
+
+    def due(self, count: int) -> bool:
+        return self.done < self.times and count >= self.first + self.done * (self.every + self.depth + self.timed)
+
+    def hold(self, batches: Iterator[T]) -> list[T]:
+        """The next batches, as fast as they come; fewer at a window's end."""
+        held: list[T] = []
+        begin = time.perf_counter()
+        self.done += 1
+        for batch in batches:
+            held.append(batch)
+            if len(held) == self.depth:
+                begin = time.perf_counter()
+            if len(held) == self.depth + self.timed:
+                break
+        if len(held) > self.depth:
+            self.inputs.append((time.perf_counter() - begin) / (len(held) - self.depth))
+        return held
+
+    def costs(self, steps: Steps, workers: int) -> Costs | None:
+        """Medians over the steps so far; None as long as there was no whole probe."""
+        natural = [s for s in _settled(steps) if not s.held]
+        alone = [s for s in _settled(steps) if s.held]
+        if not self.inputs or len(natural) < 4 or not alone:
+            return None
+        work: dict[str, float] = {}
+        for name in {name for s in natural for name in s.work}:
+            work[name] = _mean([s.work.get(name, 0.0) for s in natural])
+        waits = [s.wait if s.idle is None else min(s.idle, s.wait) for s in natural]
+        return Costs(
+            step=_mean([s.wait + s.busy for s in natural]),
+            wait=_mean(waits),
+            input=median(self.inputs),
+            compute=_mean([s.busy for s in alone]),
+            work=work,
+            forward=_mean([s.forward for s in alone]),
+            backward=_mean([s.backward for s in alone]),
+            workers=workers,
+            steps=len(natural),
+        )
+
+
+def _settled(steps: Steps) -> list[Step]:
+    """All but the first few, in which things warm up, and the last, which may not be over."""
+    return list(steps.steps)[8:-1]
+
+
+def _mean(values: list[float]) -> float:
+    """Mean without the highest and lowest twentieth: a checkpoint or an evaluation in between is not a step."""
+    values = sorted(values)
+    cut = len(values) // 20
+    kept = values[cut : len(values) - cut] or values
+    return sum(kept) / len(kept)
+
+
+@dataclass(slots=True)
+class Session:
+    """The loaders that a profiled script makes, each with its probe."""
+
+    stop: bool = True
+    """Whether the script is stopped when its first loader with losses has been measured."""
+    times: int = 4
+    found: list[tuple[Probe, Steps, int]] = field(default_factory=list[tuple[Probe, Steps, int]])
+    """Probe, steps and number of workers of each."""
+
+    def probe_for(self, steps: Steps, workers: int, ahead: int) -> Probe:
+        """A probe for a loader whose workers have up to `ahead` batches ready."""
+        probe = Probe(depth=max(2, ahead + 1), times=self.times, stops=self.stop)
+        self.found.append((probe, steps, workers))
+        return probe
+
+    def measured(self) -> tuple[Costs, Steps] | None:
+        """Of the loader that made most steps."""
+        for probe, steps, workers in sorted(self.found, key=lambda item: -item[1].count):
+            costs = probe.costs(steps, workers)
+            if costs is not None:
+                return costs, steps
+        return None
+
+
+_SESSION: ContextVar[Session | None] = ContextVar("salience_profile", default=None)
+
+
+def current_session() -> Session | None:
+    """The profile that is being made; None outside `salience profile`."""
+    return _SESSION.get()
+
+
+@contextmanager
+def profiling(session: Session) -> Generator[Session]:
+    """Loaders made inside are measured."""
+    token = _SESSION.set(session)
+    try:
+        yield session
+    finally:
+        _SESSION.reset(token)

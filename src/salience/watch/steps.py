@@ -1,0 +1,99 @@
+"""What a training loop does with its time, step by step: waits for a batch, goes forward, goes backward.
+
+The loader knows three moments of a step without asking the user for anything: when the loop comes back for a batch, when it
+gets one, and when it calls `loss`. On a GPU the same moments are events of its stream, since the host runs ahead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+
+KEPT = 4096
+"""Steps that are remembered."""
+
+
+@dataclass(slots=True)
+class Step:
+    """Seconds of one step."""
+
+    wait: float
+    """From asking for the batch to having it."""
+    forward: float = 0.0
+    """From having it to calling loss()."""
+    backward: float = 0.0
+    """From loss() to asking for the next one: backward pass, optimizer, and whatever else the loop does."""
+    work: dict[str, float] = field(default_factory=dict[str, float])
+    """What the worker that made the batch spent: "fetch", "decode", and stages by name."""
+    idle: float | None = None
+    """Of the GPU, before this batch: from having nothing left to do to getting it. None where there is none."""
+    held: bool = False
+    """Came out of a probe; its wait means nothing."""
+
+    @property
+    def busy(self) -> float:
+        return self.forward + self.backward
+
+
+class Steps:
+    """Records steps. A call costs a microsecond or two."""
+
+    def __init__(self) -> None:
+        self.steps: deque[Step] = deque(maxlen=KEPT)
+        self.count = 0
+        self.losses = False
+        """Whether loss() was ever called."""
+        self._asked = self._got = self._lost = 0.0
+        self._device: torch.device | None = None
+        self._events: deque[tuple[Step, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._asked_event: torch.cuda.Event | None = None
+
+    def ask(self) -> None:
+        """The loop wants a batch; the step before is over."""
+        now = time.perf_counter()
+        if self.count and self._got:
+            step = self.steps[-1]
+            if self._lost > self._got:
+                step.forward, step.backward = self._lost - self._got, now - self._lost
+            else:
+                step.forward, step.backward = now - self._got, 0.0
+        self._asked = now
+        if self._device is not None:
+            self._asked_event = _event(self._device)
+
+    def got(self, work: dict[str, float] | None = None, *, held: bool = False) -> None:
+        """The batch is here."""
+        self._got = time.perf_counter()
+        step = Step(self._got - self._asked, work=work or {}, held=held)
+        if self._device is not None and self._asked_event is not None:
+            self._events.append((step, self._asked_event, _event(self._device)))
+            self._settle()
+        self.steps.append(step)
+        self.count += 1
+
+    def lost(self, device: torch.device) -> None:
+        """`loss` was called, with losses on `device`."""
+        self._lost = time.perf_counter()
+        self.losses = True
+        if device.type == "cuda" and self._device is None:
+            self._device = device
+
+    def pause(self) -> None:
+        """The window is over: what comes until the next batch is asked for belongs to no step."""
+        self._got = self._lost = 0.0
+        self._asked_event = None
+
+    def _settle(self) -> None:
+        """Idle times of the device whose events have happened by now; nothing waits for it."""
+        while self._events and self._events[0][2].query():
+            step, asked, got = self._events.popleft()
+            step.idle = asked.elapsed_time(got) / 1000
+
+
+def _event(device: torch.device) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event

@@ -1,0 +1,145 @@
+"""Stages behind a Source, with and without its cache, on one rank and on two."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+import salience
+from salience import Treat
+
+N, BATCH = 60, 10
+
+
+def fill(folder: Path) -> str:
+    for label, name in enumerate(["ape", "cat"]):
+        (folder / name).mkdir(parents=True)
+        for i in range(N // 2):
+            (folder / name / f"{i:02}.bin").write_bytes(bytes([label, i] * 50))
+    return str(folder)
+
+
+def decode(data) -> Tensor:
+    if len(data) != 100:
+        raise ValueError("short")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).float()
+
+
+def jitter(x: Tensor) -> Tensor:
+    return x + torch.rand(1)
+
+
+def loader_of(url: str, treat: Treat | str | None = "reuse", **more) -> salience.Loader:
+    return salience.Loader(
+        salience.Source(url), BATCH, epochs=5, decode=decode, augment=[jitter], treat=treat, seed=2, **more
+    )
+
+
+def run(loader: salience.Loader, windows: int = 4) -> list[tuple[Tensor, Tensor]]:
+    out = []
+    for _ in range(windows):
+        for x, y in loader:
+            loader.loss(torch.ones(len(y)))
+            out.append((x, y))
+    return out
+
+
+@pytest.mark.parametrize("more", [{"num_workers": 1}, {"cache": "1MiB"}, {"cache": "1MiB", "views": True}], ids=str)
+def test_a_source_gives_the_same_tensors_with_reuse_and_a_cache(tmp_path, more):
+    url = fill(tmp_path)
+    fresh, reused = run(loader_of(url, None)), run(loader_of(url, **more))
+    for (a, b), (c, d) in zip(fresh, reused, strict=True):
+        assert torch.equal(a, c)
+        assert torch.equal(b, d)
+
+
+def test_decode_is_the_first_stage_and_reused_samples_are_not_read_again(tmp_path):
+    loader = loader_of(fill(tmp_path))
+    run(loader, 5)
+    treating = loader._treating
+    assert treating.split.stages == 1
+    reused = treating.counts["reused"]
+    assert reused > N
+    assert loader._source.stats.samples == 5 * N - reused + 8  # eight for the rehearsal
+    assert "Intermediates lie after decode" in loader.report()
+
+
+def test_samples_that_cannot_be_read_or_decoded_are_stood_in_for(tmp_path):
+    url = fill(tmp_path)
+    source = salience.Source(url)
+    (tmp_path / "ape" / "03.bin").unlink()
+    (tmp_path / "cat" / "04.bin").write_bytes(b"x" * 99 + b"yz")
+    index = source.index
+    loader = salience.Loader(
+        salience.Source(url, index=index), BATCH, epochs=2, decode=decode, augment=[jitter], max_broken=0.1, seed=2
+    )
+    for x, y in loader:
+        losses = torch.ones(len(y), requires_grad=True)
+        loader.loss(losses).backward()
+        assert (losses.grad >= 0).all()
+        assert set(x[:, 0].long().tolist()) <= {0, 1}
+    names = {source.names[i] for i in loader._broken}
+    assert "ape/03.bin" in names
+    assert loader.report().count("ape/03.bin") == 1
+
+
+def work(rank: int, port: int, out: str, url: str, kind: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        treat = Treat(kind, views=2, distance=1)
+        loader = salience.Loader(
+            salience.Source(url), 2, epochs=5, decode=decode, augment=[jitter], treat=treat, seed=2, with_ids=True
+        )
+        rows, levels = [], []
+        for _ in range(4):
+            for ids, (x, _) in loader:
+                loader.loss(torch.ones(len(ids)), ids=ids)
+                rows += [(loader.epoch, int(i), float(v)) for i, v in zip(ids, x[:, 1], strict=True)]
+            levels.append(loader.plan.level.copy())
+        np.savez(
+            f"{out}/{rank}.npz", rows=np.array(rows), levels=np.concatenate(levels),
+            missed=np.array(loader._treating.counts["missed"]), reused=np.array(loader._treating.counts["reused"]),
+        )  # fmt: skip
+    except Exception:
+        Path(out, f"{rank}.error").write_text(traceback.format_exc())
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)  # Gloo's threads may abort a process that ends in the usual way
+
+
+@pytest.mark.parametrize("kind", ["reuse", "echo"])
+def test_two_ranks_share_levels_intermediates_and_draws(tmp_path, kind):
+    url = fill(tmp_path / "data")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(work, args=(port, str(tmp_path), url, kind), nprocs=2)
+    errors = {p.name: p.read_text() for p in tmp_path.glob("*.error")}
+    assert not errors, errors
+    one, two = (np.load(tmp_path / f"{rank}.npz") for rank in range(2))
+    np.testing.assert_array_equal(one["levels"], two["levels"])
+    assert one["reused"] + two["reused"] > N // 2
+    if kind == "reuse":
+        assert one["missed"] + two["missed"] == 0, "what one rank made the other did not find"
+    alone = salience.Loader(
+        salience.Source(url), 4, epochs=5, decode=decode, augment=[jitter], seed=2, with_ids=True,
+        treat=Treat(kind, views=2, distance=1),
+    )  # fmt: skip
+    rows = []
+    for _ in range(4):
+        for ids, (x, _) in alone:
+            alone.loss(torch.ones(len(ids)), ids=ids)
+            rows += [(alone.epoch, int(i), float(v)) for i, v in zip(ids, x[:, 1], strict=True)]
+    both = np.concatenate((one["rows"], two["rows"]))
+    np.testing.assert_allclose(both[np.lexsort(both.T[::-1])], sorted(rows))

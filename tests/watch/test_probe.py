@@ -1,0 +1,183 @@
+"""Probes change nothing, and what they measure is what they say: real loaders, real processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import Dataset, TensorDataset
+
+import salience
+from salience.cli import main
+from salience.watch.probe import Enough, Session, profiling
+from salience.watch.steps import Steps
+from salience.watch.usage import Usage, sparkline
+
+from conftest import make_model, train
+
+
+class Slow(Dataset):
+    """Every sample costs `seconds` of waiting."""
+
+    def __init__(self, seconds: float, n: int = 1600) -> None:
+        self.seconds, self.n = seconds, n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        time.sleep(self.seconds)
+        return torch.full((8,), float(i % 7)), i % 4
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_with_probes_is_the_run_without(problem: TensorDataset, workers: int):
+    def go(session: Session | None):
+        seen: list[list[int]] = []
+
+        def run() -> torch.nn.Module:
+            loader = salience.Loader(problem, 8, epochs=4, select="default", with_ids=True, num_workers=workers)
+            model = make_model()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(4):
+                for ids, (x, y) in loader:
+                    seen.append(ids.tolist())
+                    logits = model(x)
+                    loss = loader.loss(F.cross_entropy(logits, y, reduction="none"), logits, y)
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+            return model
+
+        if session is None:
+            return run(), seen
+        with profiling(session):
+            return run(), seen
+
+    session = Session(stop=False, times=3)
+    (plain, batches), (probed, probed_batches) = go(None), go(session)
+    assert session.found[0][0].done == 3 - (len(batches) < 250)  # every 64 steps
+    assert batches == probed_batches
+    for a, b in zip(plain.parameters(), probed.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_loader_alone_and_the_loop_alone_are_what_they_cost():
+    with profiling(Session(times=2)) as session, pytest.raises(Enough):
+        loader = salience.Loader(Slow(0.0005), 8, num_workers=1)
+        for _ in range(10):
+            for x, _ in loader:
+                time.sleep(0.01)
+                loader.loss(x.mean(1))
+    found = session.measured()
+    assert found is not None
+    costs, _ = found
+    assert costs.input > 0.8 * 8 * 0.0005  # never faster than what it waits for
+    assert costs.compute > 0.8 * 0.01
+    assert costs.input < costs.compute
+    assert costs.work["load"] > 0.8 * 8 * 0.0005
+    assert costs.forward > 0.8 * 0.01  # the loop sleeps before loss()
+
+
+def test_loaders_outside_a_profile_have_no_probe(problem):
+    loader = salience.Loader(problem, 10)
+    train(loader, lambda losses, logits, y: loader.loss(losses), epochs=1)
+    assert loader.probe is None
+    assert loader.steps.count == 30
+    assert all(step.wait >= 0 and step.busy > 0 for step in list(loader.steps.steps)[:-1])
+
+
+def test_time_between_windows_belongs_to_no_step():
+    steps = Steps()
+    steps.ask()
+    steps.got()
+    steps.pause()
+    time.sleep(0.05)
+    steps.ask()
+    steps.got()
+    assert steps.steps[0].busy == 0
+    assert steps.steps[1].wait < 0.05
+
+
+SCRIPT = """
+    import sys, time, torch, salience
+
+    class Data(torch.utils.data.Dataset):
+        def __len__(self): return 4000
+        def __getitem__(self, i):
+            time.sleep(float(sys.argv[1]))
+            return torch.ones(4), 0
+
+    loader = salience.Loader(Data(), batch_size=4)
+    for epoch in range(50):
+        for x, y in loader:
+            time.sleep(float(sys.argv[2]))
+            {loss}
+    print("came to its end")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(SCRIPT.format(loss="loader.loss(x.mean(1))")))
+    return path
+
+
+@pytest.mark.parametrize(("load", "loop", "kind"), [("0.002", "0.0", "Input-bound"), ("0.0", "0.005", "Compute-bound")])
+def test_profile_names_what_holds_a_script_back(script, load, loop, kind, tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "salience",
+        "profile",
+        str(script),
+        "--probes",
+        "1",
+        "--json",
+        "p.json",
+        "--",
+        load,
+        loop,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(kind), done.stdout
+    assert "came to its end" not in done.stdout
+    assert json.loads((tmp_path / "p.json").read_text())["verdict"]["kind"] == kind.split("-")[0].lower()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("print('nothing')", "made no salience.Loader"),
+        ("import salience\nfor _ in salience.Loader([1, 2, 3], 1): pass", "too few"),
+    ],
+)
+def test_a_script_that_cannot_be_profiled_is_told_why(tmp_path, capsys, text, said):
+    (tmp_path / "short.py").write_text(text)
+    assert main(["profile", str(tmp_path / "short.py")]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_wrong_arguments_of_profile(capsys):
+    assert main(["profile"]) == 2
+    assert main(["profile", "nowhere.py"]) == 2
+    assert "no script" in capsys.readouterr().err
+
+
+def test_usage_looks_at_the_machine():
+    with Usage(every=0.01) as usage:
+        time.sleep(0.1)
+    if "psutil" not in usage.missing:
+        assert usage.samples
+        assert all(0 <= sample.memory <= 1 for sample in usage.samples)
+    assert sparkline([0.0, 0.5, 1.0]) == " ▄█"
+    assert len(sparkline([0.5] * 1000)) <= 40
