@@ -131,7 +131,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("load", "loop", "kind"), [("0.002", "0.0", "Input-bound"), ("0.0", "0.005", "Compute-bound")])
+@pytest.mark.parametrize(("load", "loop", "kind"), [("0.002", "0.0", "Input-bound"), ("0.0", "0.03", "Compute-bound")])
 def test_profile_names_what_holds_a_script_back(script, load, loop, kind, tmp_path):
     command = [
         sys.executable,

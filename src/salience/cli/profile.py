@@ -27,7 +27,7 @@ from salience.errors import ConfigError, DataError
 def add(commands: Any) -> None:
     parser = subcommand(commands, "profile", __doc__, run)
     parser.add_argument(
-        "script", nargs="?", help="a Python script that trains with salience.Loader; what it is given goes after --"
+        "script", nargs="?", help="a script that trains with salience.Loader; what it is given goes after --"
     )
     parser.add_argument("--data", metavar="DATA", help="profile `salience train` on this folder or tar instead")
     parser.add_argument("--model", default="resnet9", metavar="MODEL", help="with --data (default: resnet9)")

@@ -240,14 +240,15 @@ class _Process:
         self._watch: threading.Thread | None = None
         if apart.needed():
             context = multiprocessing.get_context("fork")
-            self._work = context.Process(target=_serve, args=(job, there, self._here, os.getpid()), daemon=True)
+            arguments = (job, there, self._here, os.getpid())
+            self._work = context.Process(target=_serve, args=arguments, name="salience-feeder", daemon=True)
             self._work.start()
             there.close()
             ends = os.dup(self._work.sentinel)  # the process object may be gone before the thread looks
             self._watch = threading.Thread(target=_watch, args=(ends, job.shared), daemon=True)
             self._watch.start()
         else:
-            self._work = threading.Thread(target=_serve, args=(job, there), daemon=True)
+            self._work = threading.Thread(target=_serve, args=(job, there), name="salience-feeder", daemon=True)
             self._work.start()
         self.close = weakref.finalize(self, _close, self._here, self._work, os.getpid())
 

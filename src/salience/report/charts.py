@@ -161,7 +161,7 @@ def _grid(axis: Sequence[float], form: Form) -> str:
 
 def _feet(marks: Sequence[tuple[float, str]], label: str) -> str:
     texts = "".join(
-        f'<text class="tick middle" x="{min(x, WIDTH - RIGHT - 8):.1f}" y="{HEIGHT - BOTTOM + 15}">{escape(text)}</text>'
+        f'<text class="tick middle" x="{min(x, WIDTH - RIGHT - 8):.1f}" y="{HEIGHT - BOTTOM + 17}">{escape(text)}</text>'
         for x, text in marks
     )
     return f'{texts}<text class="label middle" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 5}">{escape(label)}</text>'
