@@ -5,12 +5,12 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow lint redis bench clean
+.PHONY: demo test test-slow lint redis chromium bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/salience demo
 
-test: lint redis
+test: lint redis chromium
 	$(BIN)/python -m pytest -n 2 --cov --cov-report=term
 
 test-slow: $(VENV)/.dev
@@ -28,6 +28,13 @@ redis:
 		echo "Installing redis-server for the tests ..."; export RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive; \
 		{ apt-get install -y redis-server || { apt-get update && apt-get install -y redis-server; }; } >/dev/null 2>&1; \
 	} || echo "redis-server cannot be installed."
+
+# A real browser for the tests of the HTML report, likewise.
+chromium:
+	@command -v chromium >/dev/null || ! command -v apt-get >/dev/null || [ "$$(id -u)" != 0 ] || { \
+		echo "Installing chromium for the tests ..."; export DEBIAN_FRONTEND=noninteractive; \
+		{ apt-get install -y chromium || { apt-get update && apt-get install -y chromium; }; } >/dev/null 2>&1; \
+	} || echo "chromium cannot be installed."
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/overhead.py --quick

@@ -131,7 +131,7 @@ def _consume(bench: Bench, row: Row, pauses: Sequence[float], ranges: bool) -> l
 def apart(limit: float, work: Callable[..., Any], *args: Any) -> Any:
     """The result of `work` in a fresh process, given up after `limit` seconds: stores' clients do not survive each other."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["io_rig"])  # imported once, not in every process
+    context.set_forkserver_preload(["salience"])  # and torch with it, once instead of in every process
     here, there = context.Pipe()
     process = context.Process(target=_send, args=(there, work, args))
     process.start()

@@ -6,7 +6,8 @@ beside it, to show what the machine's noise alone does to the ratio. Then the pa
 of 1024 (flush included), bytes a sample. And gradient norms of an attached model: a training step with them over a plain
 one, in turns, for "auto" and "all" layers.
 
-Embarrassing would be: loader_ratio over 1.02, plan_ms_1_28m over 150, plan_full_ms_1_28m over 400, plan_s_100m over 15,
+Embarrassing would be: loader_ratio over 1.02, watch_overhead (step timers on over off) over 1.01, plan_ms_1_28m over 150,
+plan_full_ms_1_28m over 400, plan_s_100m over 15,
 record_us_1024 over 100, record_logits_us_1024 over 400, more than 64 bytes a sample, ghost_ratio over 1.15 for either model.
 
     python benchmarks/overhead.py [--quick | --full]
@@ -33,6 +34,7 @@ from salience.config import SelectConfig, Use
 from salience.ledger import Ledger, Recorder, bytes_per_sample
 from salience.models import build
 from salience.select import Pipeline, preset
+from salience.watch import Steps
 
 ITEM_SECONDS = 2e-4
 BATCH = 64
@@ -82,6 +84,28 @@ def loader_ratio(pairs: int, items: int) -> dict[str, Any]:
         "plain_vs_plain_interval": interval(noise),
         "pairs": pairs,
     }
+
+
+class Untimed(Steps):
+    """Steps nobody looks at."""
+
+    def ask(self) -> None: ...
+
+    def got(self, work: dict[str, float] | None = None, *, held: bool = False) -> None: ...
+
+    def lost(self, device: torch.device) -> None: ...
+
+
+def watch_overhead(pairs: int, items: int) -> dict[str, Any]:
+    """A pass with the step timers over one without them, in turns."""
+    timed, untimed = (salience.Loader(Work(items), BATCH, seed=0) for _ in range(2))
+    untimed.steps = Untimed()
+    epoch(timed, timed.loss), epoch(untimed, untimed.loss)
+    ratios = []
+    for k in range(pairs):
+        seconds = {loader: epoch(loader, loader.loss) for loader in ((timed, untimed) if k % 2 else (untimed, timed))}
+        ratios.append(seconds[timed] / seconds[untimed])
+    return {"watch_overhead": round(float(np.median(ratios)), 4), "watch_overhead_interval": interval(ratios)}
 
 
 def interval(values: list[float]) -> list[float]:
@@ -229,6 +253,7 @@ def main() -> None:
     figures: dict[str, Any] = {}
     print("loader against plain DataLoader, in turns ...", flush=True)
     figures |= loader_ratio(pairs=15 if args.quick else 41, items=2048)
+    figures |= watch_overhead(pairs=11 if args.quick else 41, items=2048)
     print("training steps with gradient norms against plain ones, in turns ...", flush=True)
     figures |= ghost_ratio("mlp", 64, turns=200 if args.quick else 600)
     figures |= ghost_ratio("resnet9", 8, turns=12 if args.quick else 40)

@@ -173,6 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(body) if length is None else length))
         self.send_header("Last-Modified", "Wed, 01 Jan 2025 00:00:00 GMT")
+        self.send_header("ETag", '"one"')
         if where:
             self.send_header("Content-Range", where)
         self.end_headers()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
 import os
+import pickle
+import tempfile
 import threading
 import time
 import zlib
@@ -20,9 +23,11 @@ from server import Server
 from test_source import packed, shards
 
 import salience
-from salience.errors import ConfigError, StoreError
+from salience.errors import ConfigError, DataError, StoreError
 from salience.feed import cache as cached
+from salience.feed.cache import Handle
 from salience.feed.policies import POLICIES, NeverEvict, fetched, policy
+from salience.feed.shared import SERIAL, Shared
 from salience.feed.source import _of_objects
 from salience.feed.space import slot
 
@@ -97,9 +102,9 @@ def feed_events(loader: salience.Loader) -> list[dict[str, Any]]:
     return [event for event in loader.events.recent if event["kind"] == "feed"]
 
 
-def children() -> set[int]:
-    """Processes of this one, those that ended and were not waited for included."""
-    return {int(pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()}
+def children(of: int | str = "self") -> set[int]:
+    """Processes of a process, those that ended and were not waited for included."""
+    return {int(pid) for file in Path(f"/proc/{of}/task").glob("*/children") for pid in file.read_text().split()}
 
 
 def wait_until(true: Callable[[], bool], seconds: float = 20.0) -> bool:
@@ -209,9 +214,7 @@ def test_the_server_sends_what_the_policy_would_fetch(tmp_path, name, batch_size
         assert source.stats.bytes_sent == source.stats.bytes_used == counts["bytes_used"] == sum(sent)
         assert counts["bytes"] == sum(int(source.sizes[ids].sum()) for ids, _ in wanted)
         for rival in ("lru", "never_evict"):
-            assert counts[f"{rival}_bytes"] == sum(
-                fetched(policy(rival, budget, source.sizes), wanted, source.sizes)
-            )
+            assert counts[f"{rival}_bytes"] == sum(fetched(policy(rival, budget, source.sizes), wanted, source.sizes))
         assert counts["bound_bytes"] <= sum(sent)
 
 
@@ -351,3 +354,72 @@ def test_twenty_loaders_leak_neither_processes_nor_descriptors(tmp_path):
             assert wait_until(lambda: children() <= before and threading.active_count() <= threads)
             fds.append(len(os.listdir("/proc/self/fd")))
     assert fds[0] == fds[1]
+
+
+def in_a_fork(work: Callable[[], Any], daemon: bool = False) -> Any:
+    """What `work` returns in a process of its own."""
+    here, there = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=lambda: there.send(work()), daemon=daemon)
+    process.start()
+    found = here.recv()
+    process.join()
+    return found
+
+
+def test_where_no_process_may_be_made_a_thread_feeds():
+    files = objects()
+
+    def work() -> tuple[bool, set[int], int]:
+        source, before = served(server), threading.active_count()
+        loader = make(source, cache="20kB")
+        seen = go(loader, 2)
+        right(seen, source, files)
+        made = children()
+        del loader
+        gc.collect()
+        wait_until(lambda: threading.active_count() <= before)
+        return len(seen) == 30, made, threading.active_count() - before
+
+    with Server(files) as server:
+        assert in_a_fork(work, daemon=True) == (True, set(), 0)
+
+
+def test_a_fork_of_the_training_process_is_refused_the_cache(tmp_path):
+    loader = make(salience.Source(on_disk(tmp_path, objects(8))), cache=2000)
+
+    def work() -> str:
+        try:
+            next(iter(loader))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    assert in_a_fork(work) == "The cache belongs to the process that made the Loader; make one in each that iterates."
+
+
+def test_memory_is_opened_by_other_processes_and_closes_nothing_of_theirs():
+    shared = Shared(n=10, ranks=2, capacity=4096)
+    shared.first[:] = 3, 4
+    again = pickle.loads(pickle.dumps(shared))
+    again.data[5:8] = b"abc"
+    again.state[9] = 7
+    assert bytes(shared.data[4:9]) == b"\0abc\0"
+    assert (shared.state[9], again.first.tolist()) == (7, [3, 4])
+    with tempfile.TemporaryFile() as file:  # may have the number of a file that was closed
+        del again
+        gc.collect()
+        file.write(b"still open")
+
+
+def test_who_waits_is_let_go_when_the_window_is_broken_off_or_has_failed():
+    shared = Shared(n=1, ranks=1, capacity=64)
+    handle = Handle(shared, 0, np.array([8]), views=False)
+    shared.first[0] = shared.staged[0] = one = 1 << SERIAL
+    shared.fail("the store is away", one + 5)
+    with pytest.raises(StoreError, match="the store is away"):
+        handle.read(one + 4, [0])
+    two = 2 << SERIAL
+    shared.first[0], shared.staged[0] = two, two + 1
+    assert handle.read(two, [0]) == [bytes(8)]  # the trouble was that of the window before
+    with pytest.raises(DataError, match="broken off"):
+        handle.read(one, [0])

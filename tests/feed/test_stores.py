@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import pickle
@@ -143,3 +144,19 @@ def test_missing_credentials_are_told_with_the_variables_to_set(monkeypatch):
 def test_a_path_that_leads_outside_is_not_read(folder, path):
     with pytest.raises(SalienceError, match="leads outside"):
         LocalStore(str(folder / "a")).get(path)
+
+
+def test_google_storage_is_listed_and_read(tmp_path, monkeypatch):
+    with Server({f"bucket/set/c{i % 2}/{i}.bin": bytes([i]) * 50 for i in range(6)}) as server:
+        account = {
+            "gcs_base_url": server.url,
+            "disable_oauth": True,
+            "client_email": "",
+            "private_key": "",
+            "private_key_id": "",
+        }
+        (tmp_path / "account.json").write_text(json.dumps(account))
+        monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "account.json"))
+        source = Source("gs://bucket/set")
+        assert source.classes == ("c0", "c1")
+        assert [data[:1] for data in source.read(range(6))] == [bytes([i]) for i in (0, 2, 4, 1, 3, 5)]

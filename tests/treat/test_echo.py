@@ -7,7 +7,7 @@ import pytest
 
 from salience.treat.echo import echo, echo_slots, views_needed, views_of
 
-N, BATCH, APART = 4000, 20, 60
+N, BATCH, APART = 4000, 20, 40
 
 
 def arranged(views, turn=None, seed=0):
@@ -81,6 +81,6 @@ def test_a_slot_is_not_given_to_another_sample_before_the_last_view():
 
 
 def test_a_short_plan_has_fewer_views_and_a_tiny_one_none():
-    assert arranged(np.full(700, 4, np.int64)).count.max() == 1
-    assert arranged(np.full(1500, 4, np.int64)).count.max() == 2
+    assert arranged(np.full(600, 4, np.int64)).count.max() == 1
+    assert arranged(np.full(700, 4, np.int64)).count.max() == 2
     assert arranged(np.full(1, 4, np.int64)).position.tolist() == [0]

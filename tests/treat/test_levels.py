@@ -110,4 +110,12 @@ def test_the_shelf_given_is_not_changed():
 )
 def test_the_split_saves_most_under_the_budget(memory, allowed, split):
     seconds, sizes = np.array([1.0, 4.0, 1.0, 9.0]), np.array([200, 100, 1000])
-    assert choose_split(seconds, sizes, np.array(allowed, bool), memory=memory, n=100) == split
+    mask = np.array(allowed, bool)
+    assert choose_split(seconds, np.zeros(3), sizes, mask, memory=memory, n=100) == split
+
+
+@pytest.mark.parametrize(("keeping", "split"), [([0, 0, 1.5], 1), ([2, 6, 7], None)])
+def test_what_costs_more_to_keep_than_to_make_is_not_kept(keeping, split):
+    seconds, sizes = np.array([1.0, 4.0, 1.0, 9.0]), np.array([200, 100, 1000])
+    found = choose_split(seconds, np.array(keeping, float), sizes, np.ones(3, bool), memory=10**9, n=100)
+    assert found == split

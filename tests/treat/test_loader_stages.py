@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import numpy as np
 import pytest
@@ -42,9 +43,11 @@ def shuffle(x: Tensor) -> Tensor:
 
 PLAIN = [Stage(widen, random=False), jitter]
 FROZEN = [Stage(widen, random=False), Stage(jitter, random=True, freeze=True), shuffle]
+REUSE = Treat("reuse", split=1)  # by hand: these stages cost less than keeping what they give
+REUSE_FROZEN = Treat("reuse", split=2)
 
 
-def loader_of(augment=PLAIN, treat="reuse", data=None, **more):
+def loader_of(augment=PLAIN, treat=REUSE, data=None, **more):
     return salience.Loader(Rows() if data is None else data, 10, epochs=8, augment=augment, treat=treat, seed=5, **more)
 
 
@@ -69,18 +72,20 @@ def assert_same(a, b):
             assert torch.equal(one[i], two[i]), f"sample {i}"
 
 
-@pytest.mark.parametrize("treat", [None, "reuse"])
-@pytest.mark.parametrize("augment", [PLAIN, FROZEN], ids=["plain", "frozen"])
-def test_the_number_of_workers_does_not_change_a_tensor(treat, augment):
+@pytest.mark.parametrize(
+    ("augment", "treat"), [(PLAIN, None), (PLAIN, REUSE), (FROZEN, None), (FROZEN, REUSE_FROZEN)],
+    ids=["fresh", "reuse", "frozen fresh", "frozen reuse"],
+)  # fmt: skip
+def test_the_number_of_workers_does_not_change_a_tensor(augment, treat):
     assert_same(run(loader_of(augment, treat)), run(loader_of(augment, treat, num_workers=2)))
 
 
 def test_reuse_of_deterministic_stages_changes_no_tensor():
-    assert_same(run(loader_of(treat=None)), run(loader_of(treat="reuse")))
+    assert_same(run(loader_of(treat=None)), run(loader_of()))
 
 
 def test_frozen_draws_are_kept_and_the_rest_is_fresh():
-    loader = loader_of(FROZEN)
+    loader = loader_of(FROZEN, REUSE_FROZEN)
     windows, levels = [], []
     for _ in range(6):
         windows += run(loader, 1)
@@ -97,8 +102,8 @@ def test_frozen_draws_are_kept_and_the_rest_is_fresh():
 
 
 def test_a_run_that_was_resumed_gives_the_same_tensors_without_the_memory():
-    whole = run(loader_of(FROZEN), 5)
-    first = loader_of(FROZEN)
+    whole = run(loader_of(FROZEN, REUSE_FROZEN), 5)
+    first = loader_of(FROZEN, REUSE_FROZEN)
     head = run(first, 2)
     stopped = {}
     for k, (x, y) in enumerate(first):
@@ -107,7 +112,7 @@ def test_a_run_that_was_resumed_gives_the_same_tensors_without_the_memory():
         if k == 2:
             state = first.state_dict()
             break
-    second = loader_of(FROZEN, num_workers=1)
+    second = loader_of(FROZEN, REUSE_FROZEN, num_workers=1)
     second.load_state_dict(state)
     tail = run(second, 3)
     assert_same(whole, [*head, {**stopped, **tail[0]}, *tail[1:]])
@@ -137,17 +142,17 @@ def test_important_samples_are_made_fresh_more_often():
 
 
 def test_reuse_with_selection_on():
-    loader = salience.Loader(Rows(), 10, epochs=8, augment=PLAIN, treat="reuse", select="infobatch", seed=5)
+    loader = salience.Loader(Rows(), 10, epochs=8, augment=PLAIN, treat=REUSE, select="infobatch", seed=5)
     run(loader, 6, torch.arange(N).float())
     assert loader._treating.counts["reused"] > 0
     assert loader._treating.counts["missed"] == 0
 
 
 def test_a_recorded_trace_is_replayed_with_its_levels(tmp_path):
-    first = loader_of(FROZEN, trace=tmp_path)
+    first = loader_of(FROZEN, REUSE_FROZEN, trace=tmp_path)
     a = run(first, 8)
     again = salience.Loader(
-        Rows(), 10, epochs=8, augment=FROZEN, treat="reuse", seed=5, select=salience.Trace(tmp_path)
+        Rows(), 10, epochs=8, augment=FROZEN, treat=REUSE_FROZEN, seed=5, select=salience.Trace(tmp_path)
     )
     assert_same(a, run(again, 8))
 
@@ -175,7 +180,7 @@ def test_costs_are_in_the_ledger_and_in_the_report(tmp_path):
 
 
 def test_the_report_names_frozen_stages():
-    loader = loader_of(FROZEN, Treat("reuse", split=2))
+    loader = loader_of(FROZEN, REUSE_FROZEN)
     run(loader, 2)
     assert "visits at most: jitter." in loader.report()
 
@@ -202,7 +207,7 @@ def fails_on_seven(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_sample_on_which_a_stage_fails_is_stood_in_for_and_named(workers):
     loader = loader_of([fails_on_seven, jitter], None, max_broken=0.1, num_workers=workers)
-    for x, y in loader:
+    for _, y in loader:
         losses = torch.ones(len(y), requires_grad=True)
         loader.loss(losses).backward()
         weight = dict(zip(y.tolist(), losses.grad.tolist(), strict=True))
@@ -236,12 +241,15 @@ class Own:
 @pytest.mark.parametrize("secret", [noise, Own()], ids=["global", "own"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stage_that_is_secretly_random_is_found_out(secret, workers, caplog):
-    loader = loader_of([Stage(widen, random=False), Stage(secret, random=False, name="secret"), jitter], num_workers=workers)
+    loader = loader_of(
+        [Stage(widen, random=False), Stage(secret, random=False, name="secret"), jitter], num_workers=workers
+    )
     run(loader, 1)
     assert "Stage 'secret' is declared random=False and is not" in caplog.text
-    assert loader._treating.split.stages <= 1
-    with pytest.raises(salience.ConfigError, match="'secret'"):
-        run(loader_of([Stage(secret, random=False, name="secret"), jitter], strict=True), 1)
+    with pytest.raises(salience.ConfigError, match="what stage 'secret' gives may not be kept"):
+        run(loader_of([Stage(secret, random=False, name="secret"), jitter]), 1)
+    with pytest.raises(salience.ConfigError, match="is declared random=False and is not"):
+        run(loader_of([Stage(secret, random=False, name="secret"), jitter], "reuse", strict=True), 1)
 
 
 class Drawing(Rows):
@@ -250,18 +258,33 @@ class Drawing(Rows):
 
 
 def test_a_data_set_that_draws_itself_is_not_kept_but_is_reproducible(caplog):
-    a = run(loader_of(data=Drawing()), 3)
+    a = run(loader_of(data=Drawing(), treat="reuse"), 3)
     assert "the data set itself draws random numbers" in caplog.text
-    assert_same(a, run(loader_of(data=Drawing(), num_workers=2), 3))
+    assert_same(a, run(loader_of(data=Drawing(), treat="reuse", num_workers=2), 3))
     assert not torch.equal(a[0][0], a[1][0])
 
 
 def test_stages_not_declared_are_never_kept_and_that_is_said(caplog):
-    loader = loader_of([widen, jitter], Treat("reuse", split=0))
+    loader = loader_of([widen, jitter], "reuse")
     run(loader, 2)
-    assert loader._treating.split.stages == 0
-    with pytest.raises(salience.ConfigError, match="'widen' is not declared deterministic"):
-        run(loader_of([widen, jitter], Treat("reuse", split=1)), 1)
+    assert "treat='reuse' does nothing" in caplog.text
+    assert "what stage 'widen' gives may not be kept" in caplog.text
+    with pytest.raises(salience.ConfigError, match="what stage 'widen' gives may not be kept"):
+        run(loader_of([widen, jitter]), 1)
+
+
+def slow(x: Tensor) -> Tensor:
+    end = time.perf_counter() + 5e-4
+    while time.perf_counter() < end:
+        pass
+    return x
+
+
+def test_what_costs_most_is_kept_where_nothing_else_is_said():
+    loader = loader_of([Stage(slow, random=False), jitter], "reuse")
+    run(loader, 3)
+    assert loader._treating.split.stages == 1
+    assert loader._treating.saved > 0
 
 
 def ragged(x: Tensor) -> Tensor:
@@ -269,12 +292,16 @@ def ragged(x: Tensor) -> Tensor:
 
 
 def test_different_shapes_are_one_clear_sentence():
-    with pytest.raises(salience.DataError, match=r"Stages gave shape \(\d,\) at position 0 .* 'ragged', must give one shape"):
+    with pytest.raises(
+        salience.DataError, match=r"Stages gave shape \(\d,\) at position 0 .* 'ragged', must give one shape"
+    ):
         run(loader_of([ragged], None), 1)
 
 
 def test_a_stage_that_cannot_be_sent_to_spawned_workers_is_named():
-    with pytest.raises(salience.ConfigError, match=r"Stage '<lambda>' cannot be sent to workers that are started by spawn"):
+    with pytest.raises(
+        salience.ConfigError, match=r"Stage '<lambda>' cannot be sent to workers that are started by spawn"
+    ):
         loader_of([lambda x: x], None, num_workers=1, multiprocessing_context="spawn")
 
 

@@ -15,6 +15,8 @@ LEFT, RIGHT, TOP, BOTTOM = 48, 10, 12, 38
 """Room around the plot, in the units of the drawing."""
 DOTS = 40
 """Up to so many values of a line are marked each."""
+DENSE = 80
+"""More columns than these have no gaps and are drawn as one shape."""
 ROW = 24
 """Height of one bar with its name."""
 
@@ -77,27 +79,33 @@ def columns(
 ) -> Chart:  # fmt: skip
     """Stacked columns, one a name. `feet` are marks below: (how many columns from the left, text); else some of the names."""
     count = len(names)
-    sums = [sum(one.values[i] or 0.0 for one in series) for i in range(count)]
-    axis = ticks(0.0, max(sums, default=0.0))
+    tops = [[0.0] * count]
+    for one in series:
+        tops.append([below + max(value or 0.0, 0.0) for below, value in zip(tops[-1], one.values, strict=True)])
+    axis = ticks(0.0, max(tops[-1], default=0.0))
     step = (WIDTH - RIGHT - LEFT) / max(count, 1)
-    gap = min(0.2 * step, 4.0) if count <= 80 else 0.0
     body = _grid(axis, form)
-    for i, name in enumerate(names):
-        below = 0.0
-        for number, one in enumerate(series):
-            value = one.values[i] or 0.0
-            if value <= 0:
-                continue
-            top, bottom = _height(below + value, axis), _height(below, axis)
-            below += value
-            told = f"{name}: {form(value)}" + (f" {one.name}" if len(series) > 1 else "")
-            body += (
-                f'<rect class="fill c{number}" x="{LEFT + i * step + gap / 2:.2f}" y="{top:.2f}" '
-                f'width="{step - gap:.2f}" height="{bottom - top:.2f}"><title>{escape(told)}</title></rect>'
-            )
+    for number, one in enumerate(series):
+        layer = [
+            (_height(low, axis), _height(high, axis)) for low, high in zip(tops[number], tops[number + 1], strict=True)
+        ]
+        if count > DENSE:
+            body += _steps(layer, step, number)
+            continue
+        told = [
+            f"{name}: {form(v or 0.0)}" + f" {one.name}" * (len(series) > 1)
+            for name, v in zip(names, one.values, strict=True)
+        ]
+        body += "".join(
+            f'<rect class="fill c{number}" x="{LEFT + (i + 0.1) * step:.2f}" y="{top:.2f}" width="{0.8 * step:.2f}" '
+            f'height="{bottom - top:.2f}"><title>{escape(told[i])}</title></rect>'
+            for i, (bottom, top) in enumerate(layer)
+            if bottom > top
+        )
     if feet is None:
-        every = max(1, math.ceil(count / 8))
-        feet = [(i + 0.5, names[i]) for i in range(0, count, every)]
+        every = ticks(0.0, max(count, 1), count=8, whole=True)[1]
+        at = [int(name) if name.isdecimal() else i for i, name in enumerate(names)]
+        feet = [(i + 0.5, names[i]) for i in range(count) if at[i] % every == 0]
     body += _feet([(LEFT + at * step, text) for at, text in feet], x_label)
     return _chart(title, body, series, names, x_label, form, note)
 
@@ -146,6 +154,13 @@ def ticks(low: float, high: float, *, count: int = 5, whole: bool = False) -> li
 
 def _height(value: float, axis: Sequence[float]) -> float:
     return HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * (value - axis[0]) / (axis[-1] - axis[0])
+
+
+def _steps(layer: Sequence[tuple[float, float]], step: float, number: int) -> str:
+    """Columns of (bottom, top) without gaps, as one shape: over the tops and back along the bottoms."""
+    there = [f"{LEFT + (i + k) * step:.2f},{top:.2f}" for i, (_, top) in enumerate(layer) for k in (0, 1)]
+    back = [f"{LEFT + (i + k) * step:.2f},{bottom:.2f}" for i, (bottom, _) in enumerate(layer) for k in (0, 1)]
+    return f'<polygon class="fill c{number}" points="{" ".join([*there, *reversed(back)])}"/>'
 
 
 def _grid(axis: Sequence[float], form: Form) -> str:

@@ -103,7 +103,7 @@ def _name(group: Sequence[Story]) -> str:
     """The name of the runs without the seed at its end: less-0 and less-seed1 are 'less'."""
     if len(group) == 1:
         return group[0].name
-    names = {re.sub(r"[-_.]?(seed|s)?[-_.]?\d+$", "", story.name) for story in group} - {""}
+    names = {re.sub(r"([-_.](seed|s)?[-_.]?|seed[-_.]?)?\d+$", "", story.name) for story in group} - {""}
     return names.pop() if len(names) == 1 else group[0].arm
 
 

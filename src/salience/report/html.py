@@ -47,6 +47,7 @@ def page(story: Story, *, pictures: Pictures | None = None, baseline: Comparison
         dropped=_dropped(story),
         reasons=_reasons(story),
         bytes=_bytes(story),
+        stages=_stages(story),
         suspects=() if story.findings is None else story.findings.suspects[:SUSPECTS],
         hard=() if story.findings is None else story.findings.hard[:HARDEST],
         copies=() if story.findings is None else story.findings.copies[:GROUPS],
@@ -222,7 +223,10 @@ def _dropped(story: Story) -> Chart | None:
     if not series:
         return None
     epochs = [str(window.number + 1) for window in story.windows]
-    return columns("Samples that filters left out", epochs, series[:ARMS], x_label="epoch", form=words.short)
+    return columns(
+        "Samples that filters left out", epochs, series[:ARMS], x_label="epoch", form=words.short,
+        note=f"All by {series[0].name}." if len(series) == 1 else "",
+    )  # fmt: skip
 
 
 def _reasons(story: Story) -> list[tuple[str, str, int, int, str]]:
@@ -260,6 +264,14 @@ def _bytes(story: Story) -> Chart | None:
     keys = ("bytes", "lru_bytes", "never_evict_bytes", "bytes_sent", "bound_bytes")
     values = [float(feed.get(f"cache_{key}", 0)) for key in keys]
     return bars("Bytes the store sent", names, [Series(name="bytes", values=values)], form=size, what="cache")
+
+
+def _stages(story: Story) -> Chart | None:
+    if story.treated is None or not story.treated.costs:
+        return None
+    costs = story.treated.costs
+    values = [Series(name="microseconds", values=list(costs.values()))]
+    return bars("Microseconds a call", list(costs), values, form=lambda v: f"{v:,.0f} µs", what="stage")
 
 
 def _visits_at(story: Story, one: Evaluation) -> float:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from salience.errors import StateError
 from salience.events import VERSION, Event
+
+LARGEST = 10**18
+"""No number of an event is larger."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,10 +66,22 @@ def number(value: Any, default: float) -> float:
 
 def _parsed(line: str) -> Event | None:
     try:
-        event = json.loads(line, parse_constant=_refuse)
+        event = json.loads(line, parse_constant=_refuse, parse_int=_bounded(int), parse_float=_bounded(float))
     except (ValueError, RecursionError):
         return None
     return event if isinstance(event, dict) and isinstance(event.get("kind"), str) else None  # pyright: ignore[reportUnknownMemberType]
+
+
+def _bounded(kind: Callable[[str], float]) -> Callable[[str], float]:
+    """Numbers that something may be counted with; larger ones are damage."""
+
+    def read(text: str) -> float:
+        value = kind(text)
+        if abs(value) > LARGEST:
+            raise ValueError(text)
+        return value
+
+    return read
 
 
 def _refuse(constant: str) -> Any:

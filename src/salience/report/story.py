@@ -5,6 +5,7 @@ Pure: a `Log` and arrays go in, a frozen `Story` comes out. What cannot be under
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,11 +18,12 @@ from salience.ledger import Ledger
 from salience.report.known import Known, know
 from salience.report.log import Log, number
 from salience.report.words import count
+from salience.select import PRESETS, preset
 from salience.select.findings import CopyGroup, Findings, Groups, Hard, Suspect, class_name, findings
 
 KINDS = (
     "run", "plan", "signals", "window", "evaluated", "steered", "copies", "findings", "broken", "feed", "observed",
-    "scored", "warning",
+    "scored", "treat", "warning",
 )  # fmt: skip
 """Events a report makes something of; others are counted."""
 SUSPECTS, HARDEST, GROUPS, MEMBERS = 24, 12, 6, 4
@@ -91,6 +93,20 @@ class Broken:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Treated:
+    """What was done with the stages of augmentation."""
+
+    treatment: str
+    costs: Mapping[str, float]
+    """Microseconds a call, by stage."""
+    visits: int
+    reused: int
+    """Visits that took up an intermediate."""
+    saved: float
+    """Seconds of workers' time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Story:
     """Everything a report shows of one run."""
 
@@ -114,6 +130,9 @@ class Story:
     known: Known | None
     forecast: Mapping[str, float] | None
     """What selection would have saved, where the run only observed."""
+    treated: Treated | None
+    asides: tuple[str, ...]
+    """What else was done beside the training."""
     steered: tuple[Steered, ...]
     broken: tuple[Broken, ...]
     warnings: tuple[tuple[str, int], ...]
@@ -142,12 +161,16 @@ class Story:
 
     @property
     def arm(self) -> str:
-        """What `select` was, in a word."""
+        """What `select` was, in a word: the preset's name, or the file's, or 'custom'."""
         given = str(self.settings.get("select") or "")
         if given:
             return Path(given).name
         select = self.run.get("select", "observe")
-        return select if isinstance(select, str) else "select"
+        if isinstance(select, str):
+            return select
+        same = json.dumps(select, sort_keys=True)
+        presets = {json.dumps(preset(name).to_dict(), sort_keys=True): name for name in PRESETS}
+        return presets.get(same, "custom")
 
     @property
     def metric(self) -> float | None:
@@ -217,11 +240,13 @@ def tell(
         windows=windows,
         evaluations=_evaluations(parts, odd),
         seconds=sum(window.seconds for window in made("window", _ended)),
-        overhead=_added(parts, "window", lambda event: event["overhead"], odd),
+        overhead=_added(parts, "window", lambda event: dict(event["overhead"]), odd),
         feed=_added(parts, "feed", _fed, odd),
         findings=found,
         known=None if ledger is None else know(ledger, windows=round(sum(w.done for w in windows)), visits=visits),
         forecast=next(iter(reversed(made("observed", _forecast))), None),
+        treated=next(iter(reversed(made("treat", _treated))), None),
+        asides=(*dict.fromkeys(made("signals", lambda event: str(event["text"]))), *_scored(made("scored", _samples))),
         steered=tuple(made("steered", _steered)),
         broken=_first_of_each(made("broken", _broken)),
         warnings=tuple(texts.items()),
@@ -330,7 +355,11 @@ def _added(
 
 
 def _fed(event: Event) -> dict[str, int]:
-    own = {key: value for key, value in event.items() if key not in ("v", "seq", "time", "kind", "window", "cache")}
+    own = {
+        key: value
+        for key, value in event.items()
+        if key not in ("v", "seq", "time", "kind", "window", "broken", "cache")
+    }
     return {**own, **{f"cache_{key}": value for key, value in (event.get("cache") or {}).items()}}
 
 
@@ -373,6 +402,24 @@ def _forecast(event: Event) -> dict[str, float]:
     return {key: float(told[key]) for key in ("windows", "visits", "visits_full", "saved")}
 
 
+def _treated(event: Event) -> Treated:
+    return Treated(
+        treatment=str(event["treatment"]),
+        costs={str(stage): float(cost) for stage, cost in event["costs_us"].items()},
+        visits=int(event["visits"]),
+        reused=int(event["reused"]),
+        saved=float(event["saved_seconds"]),
+    )
+
+
+def _samples(event: Event) -> int:
+    return int(event["samples"])
+
+
+def _scored(samples: Sequence[int]) -> list[str]:
+    return [f"{sum(samples):,} samples were scored in the background."] if samples else []
+
+
 def _steered(event: Event) -> Steered:
     return Steered(
         window=int(event["window"]), before=float(event["from"]), after=float(event["to"]), reason=str(event["reason"])
@@ -411,7 +458,7 @@ def _oddities(log: Log, run: Event, windows: Sequence[Window], resumed: int, aga
         )
     if again:
         said.append(f"The log holds {again + 1} runs, one after the other: this is the last. Give each its own log.")
-    numbers = [event.get("seq") for event in log.events]
+    numbers = [event["seq"] for event in log.events if isinstance(event.get("seq"), int)]
     if len(set(numbers)) < len(numbers):
         said.append("Some events have the same number: two runs wrote this log at once, and the figures mix them.")
     return said

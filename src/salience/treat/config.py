@@ -30,8 +30,6 @@ class Treat:
     """Batches between two views of a sample at least."""
     strength: bool = False
     """Stages that take a keyword `strength` get the sample's importance, from 0 to 1."""
-    blind: bool = False
-    """Treat all samples alike, whatever their importance."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):

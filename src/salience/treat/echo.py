@@ -58,7 +58,7 @@ def echo(views: npt.NDArray[np.int64], turn: npt.NDArray[np.int32], *, apart: in
     """
     visits = len(views)
     gap = 2 * float(views.mean()) * apart
-    views = np.minimum(views, 1 + int(visits // (2 * gap)))
+    views = np.minimum(views, max(1, int(visits // gap)))
     order = np.argsort(turn, kind="stable")
     total = np.cumsum(views[order])
     m = int(np.searchsorted(total, visits)) + 1

@@ -95,20 +95,21 @@ class Split:
 
 def choose_split(
     seconds: npt.NDArray[np.float64],
+    keeping: npt.NDArray[np.float64],
     sizes: npt.NDArray[np.int64],
     allowed: npt.NDArray[np.bool_],
     *,
     memory: int,
     n: int,
 ) -> int | None:
-    """After how many stages the intermediate saves most; None where none may be kept or fits.
+    """After how many stages the intermediate saves most; None where none may be kept, fits, or saves anything.
 
-    saved(k) = (seconds of reading and of the first k stages) * min(1, memory / (n * bytes(k))): all the cost before it, for
-    the share of the samples whose intermediates there is room for. Where memory is short that is cost saved a byte.
-    `seconds` [1 + stages] begins with reading; sizes and `allowed` [stages] are by k, from 0.
+    saved(k) = (seconds of reading and of the first k stages - seconds of keeping it and taking it up) *
+    min(1, memory / (n * bytes(k))): what is saved where there is one, for the share of the samples there is room for. Where
+    memory is short that is cost saved a byte. `seconds` [1 + stages] begins with reading; the others [stages] are by k.
     """
     room = memory // np.maximum(sizes, 1)
-    saved = np.cumsum(seconds)[: len(sizes)] * np.minimum(1.0, room / n)
+    saved = (np.cumsum(seconds)[: len(sizes)] - keeping) * np.minimum(1.0, room / n)
     saved[~allowed | (room < 1)] = 0
-    best = int(saved.argmax()) if len(saved) else 0
-    return best if len(saved) and saved[best] > 0 else None
+    best = int(saved.argmax())
+    return best if saved[best] > 0 else None

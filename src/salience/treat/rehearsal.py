@@ -15,7 +15,7 @@ from salience.errors import DataError
 from salience.feed.reads import Broken
 from salience.treat.dataset import Floats, Staged
 from salience.treat.seeding import globals_state, own_globals, seed_globals
-from salience.treat.slots import stored_bytes, taken_apart
+from salience.treat.slots import Slots, stored_bytes, taken_apart
 from salience.treat.stages import joined, parts
 
 SAMPLES, PAIR = 8, 2
@@ -29,6 +29,8 @@ class Rehearsal(NamedTuple):
     """A sample: of reading and of each stage, [1 + stages]."""
     sizes: npt.NDArray[np.int64]
     """Bytes of a slot for what stage k is given, the largest, [stages]."""
+    keeping: Floats
+    """A sample: of keeping that and of taking it up again, [stages]."""
     random: npt.NDArray[np.bool_]
     """Whether reading and each stage drew or gave two results for one sample, [1 + stages]."""
     counts: dict[str, int]
@@ -69,7 +71,7 @@ class _Rehearsing(Dataset[Rehearsal]):
 def rehearse(staged: Staged, ids: list[int]) -> Rehearsal:
     """Run these samples; the global generators are left seeded."""
     count, pair = len(staged.stages), min(PAIR, len(ids))
-    random, sizes = np.zeros(count + 1, dtype=bool), np.zeros(count, dtype=np.int64)
+    random, sizes, keeping = np.zeros(count + 1, dtype=bool), np.zeros(count, dtype=np.int64), np.zeros(count)
     seed_globals(1)
     state = globals_state()
     begin = perf_counter()
@@ -87,7 +89,8 @@ def rehearse(staged: Staged, ids: list[int]) -> Rehearsal:
         rest = None if rest is None else joined(None, rest)
         took = [per_read]
         for k in range(count):
-            sizes[k] = max(sizes[k], _size((value, rest)))
+            size, keeping[k] = _kept((value, rest))
+            sizes[k] = max(sizes[k], size)
             spare = _copied(value) if j < pair else None
             seed_globals(1)
             state = globals_state()
@@ -104,7 +107,7 @@ def rehearse(staged: Staged, ids: list[int]) -> Rehearsal:
             whole.append(took)
     if not whole:
         raise DataError(f"None of {len(ids)} samples came through the stages; {trouble}.")
-    return Rehearsal(np.median(np.array(whole), axis=0), sizes, random, counts)
+    return Rehearsal(np.median(np.array(whole), axis=0), sizes, keeping, random, counts)
 
 
 def _copied(value: Any) -> tuple[Any] | None:
@@ -123,8 +126,15 @@ def _differ(a: Any, b: Any) -> bool:
     return not (same and all(np.array_equal(x, y) for x, y in zip(buffers, others, strict=True)))
 
 
-def _size(value: Any) -> int:
+def _kept(value: Any) -> tuple[int, float]:
+    """Bytes of a slot for it, and seconds to keep it and take it up."""
     try:
-        return stored_bytes(value)
-    except Exception:
-        return 1 << 62
+        size = stored_bytes(value)
+    except Exception:  # what cannot be taken apart is never kept
+        return 1 << 62, 0.0
+    slots = Slots(size)
+    slots.put(0, size, 0, 0, value)  # pages are there from now on
+    begin = perf_counter()
+    slots.put(0, size, 0, 0, value)
+    slots.get(0, size, 0, 0)
+    return size, perf_counter() - begin

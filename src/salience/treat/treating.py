@@ -59,13 +59,15 @@ class Treating:
         if self._found is not None:
             return [], {}
         count = len(self.stages)
-        found = Rehearsal(np.zeros(count + 1), np.zeros(count, np.int64), np.zeros(count + 1, bool), {})
+        found = Rehearsal(
+            np.zeros(count + 1), np.zeros(count, np.int64), np.zeros(count), np.zeros(count + 1, bool), {}
+        )
         if self._group is None or self._group.rank == 0:
             found = rehearsed(self.staged, self._workers, options)
         if self._group is not None:  # everybody goes by what rank 0 saw
-            numbers = self._group.first([*found.seconds, *found.sizes.tolist(), *found.random.tolist()])
-            seconds, sizes, random = np.split(np.array(numbers), [count + 1, 2 * count + 1])
-            found = Rehearsal(seconds, sizes.astype(np.int64), random.astype(bool), found.counts)
+            numbers = np.array(self._group.first([*found.seconds, *found.sizes, *found.keeping, *found.random]))
+            seconds, sizes, keeping, random = np.split(numbers, [count + 1, 2 * count + 1, 3 * count + 1])
+            found = Rehearsal(seconds, sizes.astype(np.int64), keeping, random.astype(bool), found.counts)
         return self._understand(found), found.counts
 
     def _understand(self, found: Rehearsal) -> list[str]:
@@ -90,16 +92,20 @@ class Treating:
             allowed = np.arange(len(self.stages)) == wanted
         # Echo keeps few at a time, whatever the number of samples.
         n = 1 if self.config.kind == "echo" else self.n
-        k = choose_split(found.seconds, found.sizes, allowed, memory=self.config.bytes, n=n)
+        keeping = found.keeping if wanted is None else np.zeros(len(self.stages))
+        k = choose_split(found.seconds, keeping, found.sizes, allowed, memory=self.config.bytes, n=n)
         if k is None:
-            return [*said, f"treat={self.config.kind!r} does nothing: {why or 'no intermediate fits into its memory'}."]
-        size = -(-int(found.sizes[k]) // 64) * 64
+            little = "no intermediate fits into its memory, or keeping one costs more than it saves"
+            reason = why if not allowed.any() else f"{little}, and {why}" if why else little
+            return [*said, f"treat={self.config.kind!r} does nothing: {reason}."]
+        largest = int(found.sizes[k])
+        size = -(-(largest + max(SLACK, largest // 16)) // 64) * 64
         self.split = Split(stages=k, size=size, slots=min(self.config.bytes // size, self.n))
         return said
 
     def plan(self, plan: Plan, ranks: npt.NDArray[Any] | None, copies: Copies | None) -> Plan:
         """The plan with levels; under echo, of as many visits to fewer samples."""
-        if ranks is not None and (self.config.blind or ranks.min() == ranks.max()):
+        if ranks is not None and ranks.min() == ranks.max():
             ranks = None
         if plan.ranks is None and ranks is not None:
             plan = replace(plan, importance=ranks[plan.ids].astype(np.float32))
@@ -117,7 +123,7 @@ class Treating:
         views = views_of(
             None if ranks is None else ranks[plan.ids], _copies_left_out(plan, copies), self.views, len(plan)
         )
-        apart = (self.config.distance + 1) * plan.batch_size
+        apart = self.config.distance * plan.batch_size
         found = echo(views, self._turn[plan.ids], apart=apart, rng=rng)
         ids = plan.ids[found.position]
         self._turn[ids] = plan.window
@@ -229,7 +235,7 @@ class Treating:
             "split": None if self.split is None else [self.split.stages, self.split.size, self.split.slots],
             "slot": torch.from_numpy(self._shelf.slot.copy()), "born": torch.from_numpy(self._shelf.born.copy()),
             "uses": torch.from_numpy(self._shelf.uses.copy()), "turn": torch.from_numpy(self._turn.copy()),
-            "found": None if found is None else [found.seconds.tolist(), found.sizes.tolist(), found.random.tolist()],
+            "found": None if found is None else [part.tolist() for part in found[:4]],
             "seconds": self._clock.seconds.tolist(), "calls": self._clock.calls.tolist(), "counts": dict(self.counts),
         }  # fmt: skip
 
@@ -248,11 +254,13 @@ class Treating:
         self._turn = state["turn"].numpy().copy()
         self._clock.seconds[:], self._clock.calls[:] = state["seconds"], state["calls"]
         if state["found"] is not None:
-            seconds, sizes, random = map(np.array, state["found"])
-            self._found = Rehearsal(seconds, sizes, random, {})
+            seconds, sizes, keeping, random = map(np.array, state["found"])
+            self._found = Rehearsal(seconds, sizes, keeping, random, {})
 
 
 KINDS = ("fresh", "reuse", "echo")
+SLACK = 512
+"""Bytes of a slot beyond the largest intermediate that was seen, at least."""
 
 
 def allowed_splits(
@@ -272,12 +280,12 @@ def allowed_splits(
             stage = stages[k - 1]
             if not (stage.freeze or (stage.random is False and not random[k])):
                 why = (
-                    f"stage {stage.label!r} is not declared deterministic, salience.Stage(..., random=False), nor may its "
-                    "draws be kept, freeze=True"
+                    f"what stage {stage.label!r} gives may not be kept (declare it deterministic with salience.Stage(..., "
+                    "random=False), or allow its draws to be kept with freeze=True)"
                 )
                 break
             if strength and takes_strength(stage.call):
-                why = f"stage {stage.label!r} depends on strength"
+                why = f"what stage {stage.label!r} gives depends on strength"
                 break
             frozen |= stage.random is not False
         allowed[k] = not frozen or any(later.random is not False and not later.freeze for later in stages[k:])
