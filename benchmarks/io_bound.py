@@ -37,9 +37,24 @@ import numpy as np
 
 import peers
 import salience
-from caches import Plans, hit_us, percentile, uniform
+from caches import Plans, hit_us, uniform
 from io_replay import replay
-from io_rig import DEFAULT, LATENCY, RATE, RATIOS, SHARE, Bench, Row, Scale, Window, apart, make, shard_size
+from io_rig import (
+    DEFAULT,
+    LATENCY,
+    RATE,
+    RATIOS,
+    SHARE,
+    Bench,
+    Row,
+    Scale,
+    Window,
+    apart,
+    make,
+    pick,
+    shard_size,
+    spread,
+)
 from salience.feed.cache import Handle
 from salience.feed.index import FILE, Index, Names
 from salience.feed.policies import POLICIES, bound, fetched, policy
@@ -73,22 +88,28 @@ class Result:
         return float(np.mean([w.bytes for w in self.all]))
 
     def line(self, total: int) -> str:
-        rates = "".join(f"{self.rate(ratio):>8.0f}" for ratio in reversed(RATIOS))
+        rates = "".join(f"{self.rate(ratio):>9.0f}" for ratio in reversed(RATIOS))
         requests = np.mean([w.requests for w in self.all])
         return (
-            f"  {self.row.name:<12}{self.row.plan:<12}{self.bytes / total:>7.3f}{requests:>9.0f}{rates}"
-            f"{self.seconds(RATIOS[0]):>9.2f}   {_words(self.row.options)}"
+            f"  {self.row.name:<12}{self.row.plan:<12}{self.bytes / total:>7.3f}{requests:>10.0f}{rates}"
+            f"{self.seconds(RATIOS[0]):>10.2f}   {_words(self.row.options)}"
         )
+
+
+def percentile(sizes: np.ndarray, windows: int) -> Plans:
+    """P(pick) = importance, the workload of the importance-cache papers."""
+    rng, importance = np.random.default_rng(2), spread(sizes)
+    return [(rng.permutation(np.flatnonzero(pick(importance, rng))), importance) for _ in range(windows)]
 
 
 def rows(bench: Bench) -> dict[str, Any]:
     scale, n, total = bench.scale, len(bench.index), bench.index.nbytes
     ratios = [RATIOS[0]] * 2 + [ratio for ratio in RATIOS for _ in range(scale.measured)]
     pauses = [bench.pause(ratio) for ratio in ratios]
-    plans = {"percentile": percentile(n, len(ratios)), "everything": uniform(n, len(ratios))}
+    plans = {"percentile": percentile(bench.index.size, len(ratios)), "everything": uniform(n, len(ratios))}
     options = {name: bench.write(name, made) for name, made in plans.items()}
-    print(f"\n{'':>26}bytes, of all      samples/s at I/O:compute  s/window\n"
-          f"  {'':<12}{'plan':<12}{'a window':>7}{'requests':>8}{'1:1':>8}{'3:1':>8}{'10:1':>8}{'10:1':>9}")  # fmt: skip
+    print(f"\n{'':<26}{'bytes':>7}{'requests':>10}{'samples/s at I/O:compute':>27}{'s/window':>10}\n"
+          f"  {'':<12}{'plan':<12}{'of all':>7}{'a window':>10}{'1:1':>9}{'3:1':>9}{'10:1':>9}{'at 10:1':>10}")  # fmt: skip
 
     def measured(row: Row) -> Result:
         windows = bench.run(row, pauses, plans.get(row.plan))
@@ -152,15 +173,14 @@ def _words(options: dict[str, Any]) -> str:
 # ---------------------------------------------------------------- whole runs
 
 
-def whole_plans(n: int, windows: int) -> tuple[Plans, list[np.ndarray]]:
+def whole_plans(sizes: np.ndarray, windows: int) -> tuple[Plans, list[np.ndarray]]:
     """Warm-up, picks with a refresh set, full end; and of each window which samples are only there to be refreshed."""
-    rng = np.random.default_rng(3)
-    importance = (rng.permutation(n) / n).astype(np.float32)
+    rng, importance, n = np.random.default_rng(3), spread(sizes), len(sizes)
     plans: Plans = []
     refreshed: list[np.ndarray] = []
     for window in range(windows):
         everything = window < 2 or window >= windows - windows // 5
-        picked = rng.random(n) < (1.0 if everything else importance)
+        picked = np.ones(n, dtype=bool) if everything else pick(importance, rng)
         unpicked = np.flatnonzero(~picked)
         again = rng.permutation(unpicked)[: len(unpicked) // 4]
         known = (
@@ -187,7 +207,7 @@ def of_samples(ranges: Iterable[tuple[str, int, int]], index: Index) -> tuple[np
 
 def whole(bench: Bench) -> dict[str, Any]:
     n, total, count = len(bench.index), bench.index.nbytes, bench.scale.windows
-    plans, refreshed = whole_plans(n, count)
+    plans, refreshed = whole_plans(bench.index.size, count)
     everything = uniform(n, count)
     pauses = [bench.pause(RATIOS[0])] * count
     ours = bench.run(Row(name=DEFAULT, plan="whole", options=bench.write("whole", plans)), pauses, plans, ranges=True)

@@ -97,7 +97,7 @@ class Bench:
     def run(self, row: Row, pauses: Sequence[float], plans: Plans | None = None, ranges: bool = False) -> list[Window]:
         """Each window in turn; `plans` is what must have been delivered, everything where there is none."""
         least = sum(self.index.nbytes / RATE + pause * len(self.index) for pause in pauses)
-        windows: list[Window] = apart(20 + 4 * least, _consume, self, row, pauses, ranges)
+        windows: list[Window] = apart(20 + 4 * least, consume, self, row, pauses, ranges)
         numbers = self.numbers
         for k, window in enumerate(windows):
             wanted, got = (
@@ -108,7 +108,7 @@ class Bench:
         return windows
 
 
-def _consume(bench: Bench, row: Row, pauses: Sequence[float], ranges: bool) -> list[Window]:
+def consume(bench: Bench, row: Row, pauses: Sequence[float], ranges: bool) -> list[Window]:
     store, out = Store(bench.url), list[Window]()
     loader = row.open(bench, Path(tempfile.mkdtemp(dir=bench.folder)))
     for pause in pauses:
@@ -160,13 +160,30 @@ def _send(there: Any, work: Callable[..., Any], args: Sequence[Any]) -> None:
     there.send(answer)
 
 
-def make(folder: Path, n: int) -> Index:
-    """Samples of about 115 kB as files, and in tar shards."""
+def spread(sizes: np.ndarray) -> np.ndarray:
+    """Importances 0/n, 1/n, ... spread evenly over large and small samples, float32 [n]: chance would move bytes by 5%."""
+    places = np.empty(len(sizes))
+    places[np.argsort(sizes, kind="stable")] = np.arange(len(sizes)) * (5**0.5 - 1) / 2 % 1
+    return (np.argsort(np.argsort(places)) / len(sizes)).astype(np.float32)
+
+
+def pick(importance: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """P(pick) = importance, bool [n]; of twenty samples of like importance as many as that says, to within one."""
+    n = len(importance)
+    places = rng.permuted(np.tile(np.arange(20.0), (-(-n // 20), 1)), axis=1)
+    chances = ((places + rng.random(places.shape)) / 20).ravel()[:n]
+    picked = np.empty(n, dtype=bool)
+    picked[np.argsort(importance, kind="stable")] = chances < np.sort(importance)
+    return picked
+
+
+def make(folder: Path, n: int, size: int = 115_000) -> Index:
+    """Samples of about `size` bytes as files, and in tar shards."""
     rng = np.random.default_rng(0)
     (folder / "raw").mkdir()
-    sizes = rng.lognormal(np.log(115_000), 0.4, n).astype(int)
-    for i, size in enumerate(sizes.tolist()):
-        (folder / "raw" / f"{i:06}.bin").write_bytes(i.to_bytes(8, "little") + rng.bytes(max(0, size - 8)))
+    sizes = rng.lognormal(np.log(size), 0.4, n).astype(int)
+    for i, length in enumerate(sizes.tolist()):
+        (folder / "raw" / f"{i:06}.bin").write_bytes(i.to_bytes(8, "little") + rng.bytes(max(0, length - 8)))
     return pack(folder / "raw", folder / "shards", Settings(shard_size=shard_size(int(sizes.sum()))))
 
 

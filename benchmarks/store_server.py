@@ -267,13 +267,12 @@ class Store:
 def running(root: Path, *, rate: float, latency: float) -> Generator[Store]:
     """The server in a process of its own."""
     command = [sys.executable, __file__, str(root), "--rate", str(rate), "--latency", str(latency)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield Store(process.stdout.readline().strip())
-    finally:
-        process.kill()
-        process.wait()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield Store(process.stdout.readline().strip())
+        finally:
+            process.kill()
 
 
 def pull(store: Store, path: str, size: int, seconds: float, connections: int = 4) -> float:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from salience.batches import Orders, TagCollate, Tagged, Tagging, integer_targets
 from salience.config import SelectConfig
-from salience.errors import ConfigError, DataError, did_you_mean
+from salience.errors import ConfigError, DataError, StateError, did_you_mean
 from salience.events import EventLog
 from salience.feed.cache import Feed
 from salience.feed.dataset import Decode, Fed, FeedCollate, SourceDataset
@@ -223,7 +223,7 @@ class Loader(Run):
                 self._done_with(ticket)
         self._emit_feed()
         if self._treating is not None:
-            self.events.emit("treat", window=self.epoch, **self._treating.told())
+            self.events.emit("treat", window=self.epoch, **self._treating.event())
         self._close_window()
 
     def _arriving(self) -> Iterator[Tagged]:
@@ -319,7 +319,7 @@ class Loader(Run):
         note = made.note
         if self._source is not None:
             self._source.stats.add(Counts(**note.counts))
-        self._treating.take(self._shard.plan.level[self._shard.span(number)], note)
+        self._treating.take(ids.numpy(), self._shard.plan.level[self._shard.span(number)], note)
         known = np.isfinite(note.cost_us)
         self._ledger.cost_us[ids.numpy()[known]] = note.cost_us[known]
         self._take_broken(number, ids, note.broken)
@@ -385,6 +385,8 @@ class Loader(Run):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self._treating is not None:
             self._treating.load_state_dict(state.get("treat"))
+        elif state.get("treat") is not None:
+            raise StateError("The state was saved with stages and this Loader has none; resume with the same augment=.")
         super().load_state_dict(state)
         broken = state.get("broken") or {"ids": [], "reasons": []}
         self._broken = dict(zip(broken["ids"], broken["reasons"], strict=True))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import numpy as np
 import pytest
 from folders import photos
+from PIL import Image
 
+from salience import Source
 from salience import ledger as ledgers
 from salience.cli import main
 from salience.cli.pictures import SIDE, SMALL, encoded, pictures
@@ -99,6 +102,18 @@ def test_images_in_another_order_are_not_taken_for_the_runs(runs):
     ledger.label[:] = ledger.label[::-1].copy()
     with pytest.raises(DataError, match="its classes are others"):
         pictures(str(runs / "data"), [0], ledger)
+
+
+def test_samples_of_a_source_have_their_pictures_and_broken_ones_none(place):
+    pytest.importorskip("obstore")
+    source = Source(str(photos(place / "photos")))
+    ledger = ledgers.Ledger(len(source))  # all 48: none are held out
+    ledger.set_labels(source.labels)
+    (place / "photos" / source.names[1]).write_bytes(b"no image")
+    made = pictures(str(place / "photos"), [0, 1, 47], ledger)
+    assert set(made) == {0, 47}
+    with Image.open(io.BytesIO(made[47])) as image:
+        assert image.size == (SIDE, SIDE)
 
 
 def test_a_damaged_ledger_is_left_out_with_a_word(runs, place, capsys):

@@ -30,6 +30,7 @@ from salience.feed.policies import POLICIES, NeverEvict, fetched, policy
 from salience.feed.shared import SERIAL, Shared
 from salience.feed.source import _of_objects
 from salience.feed.space import slot
+from salience.watch.probe import Probe
 
 pytest.importorskip("obstore")
 N = 120
@@ -423,3 +424,15 @@ def test_who_waits_is_let_go_when_the_window_is_broken_off_or_has_failed():
     assert handle.read(two, [0]) == [bytes(8)]  # the trouble was that of the window before
     with pytest.raises(DataError, match="broken off"):
         handle.read(one, [0])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_somebody_waits_for_is_read_however_many_batches_are_held_back(tmp_path, workers):
+    files = objects()
+    source = salience.Source(on_disk(tmp_path, files))
+    loader = make(source, 2, cache=share_of(source, 0.1), num_workers=workers)
+    loader.probe = Probe(first=4, depth=16, timed=16)
+    seen = go(loader, 1)
+    right(seen, source, files)
+    assert loader.probe.done == 1
+    assert len(seen) == N // 2

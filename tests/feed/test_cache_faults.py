@@ -29,18 +29,21 @@ from test_cache import (
     feed_events,
     make,
     objects,
+    on_disk,
     right,
     same,
     share_of,
     unhurried,
     wait_until,
 )
+from test_io_select import EPOCHS, SELECT
 from test_redis import serving
 
 import salience
 from salience.errors import StoreError
 from salience.feed import cache as cached
 from salience.feed.source import _of_objects
+from salience.watch.probe import Probe
 
 from conftest import require
 
@@ -349,12 +352,13 @@ def rank_work(rank: int, port: int, url: str, index: Any, out: Any) -> None:
 
         states: list[Any] = []
         loader = fresh(cache=share_of(source, 0.25))
-        seen = window(loader)
-        dist.barrier()  # the other's last batch is counted too
+        loader.probe = Probe(first=2, depth=4, timed=4) if rank == 0 else None  # it holds batches back, the other waits
+        seen = window(loader, dict.fromkeys(range(1, 16), dist.barrier))
         counts, processes = loader._feed.counts(), len(feeders())
         dist.barrier()
         seen += window(loader, {6: lambda: states.append(loader.state_dict())})
-        rest = windows(load(fresh(cache=share_of(source, 0.25)), states[0]))
+        again = load(fresh(cache=share_of(source, 0.25)), states[0])
+        rest = windows(again)
         plain = windows(fresh())
         ids = [i for batch, _, _ in seen[:15] for i in batch]
         out.send((ids, processes, counts, same(seen, plain), same(rest, seen[21:]), len(seen)))
@@ -364,7 +368,7 @@ def rank_work(rank: int, port: int, url: str, index: Any, out: Any) -> None:
     os._exit(0)  # Gloo's threads do not always end
 
 
-def test_ranks_of_a_node_share_one_feeder_and_resume_together():
+def test_ranks_of_a_node_share_one_feeder_and_resume_together(near):
     with Server(objects()) as server, socket.create_server(("127.0.0.1", 0)) as probe:
         index, port = checked(server).index, probe.getsockname()[1]
         probe.close()
@@ -385,3 +389,26 @@ def test_ranks_of_a_node_share_one_feeder_and_resume_together():
             assert as_resumed
             assert batches > 21
         assert server.requests > asked + 2 * N
+
+
+@pytest.mark.parametrize("how", ["left", "killed"])
+def test_plans_that_follow_the_cache_are_the_same_after_a_window_that_was_not_finished(near, tmp_path, how):
+    """Of such a window nobody knows beforehand how far it was read; from there on all is determined."""
+    folder = on_disk(tmp_path / "set", objects(240))
+
+    def fresh() -> salience.Loader:
+        source = salience.Source(folder)
+        return make(source, 16, epochs=EPOCHS, select=SELECT, cache=share_of(source, 0.2))
+
+    loader, others, states = fresh(), feeders(), list[Any]()
+    for _ in range(2):
+        window(loader)
+    for k, (ids, (x, _)) in enumerate(loader):
+        loader.loss(x[:, 0].float() + ids)
+        if k == 2:
+            break
+    if how == "killed":
+        os.kill((feeders() - others).pop(), signal.SIGKILL)
+        assert wait_until(lambda: feeders() <= others)
+    rest = window(loader, {2: lambda: states.append(loader.state_dict())})[2:] + windows(loader, EPOCHS)
+    assert same(windows(load(fresh(), states[0]), EPOCHS), rest)

@@ -9,7 +9,8 @@ from runs import long_log
 
 from salience.report.compared import against, arms_of, compare, interval, rows, sentences
 from salience.report.log import read_log
-from salience.report.story import Evaluation, Story, tell
+from salience.report.story import Evaluation, Story
+from salience.report.telling import tell
 
 
 @pytest.fixture

@@ -19,7 +19,8 @@ from salience.events import EventLog
 from salience.feed.told import size
 from salience.report.html import page
 from salience.report.log import read_log
-from salience.report.story import Story, shown, tell
+from salience.report.story import Story, shown
+from salience.report.telling import tell
 from salience.report.words import seconds, short, verdict
 
 from conftest import make_model

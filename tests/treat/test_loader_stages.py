@@ -119,6 +119,20 @@ def test_a_run_that_was_resumed_gives_the_same_tensors_without_the_memory():
     assert second._treating.counts["missed"] > 0
 
 
+def test_a_state_of_other_stages_is_refused():
+    loader = loader_of()
+    run(loader, 1)
+    with pytest.raises(salience.StateError, match="saved with the stages widen, jitter"):
+        loader_of(FROZEN).load_state_dict(loader.state_dict())
+    with pytest.raises(salience.StateError, match="same augment="):
+        salience.Loader(Rows(), 10, epochs=8, seed=5).load_state_dict(loader.state_dict())
+
+
+@pytest.mark.slow
+def test_spawned_workers_give_the_same_tensors():
+    assert_same(run(loader_of(), 2), run(loader_of(num_workers=1, multiprocessing_context="spawn"), 2))
+
+
 def test_intermediates_survive_workers_that_end_with_each_window():
     loader = loader_of(num_workers=2)
     run(loader, 5)
@@ -174,6 +188,7 @@ def test_costs_are_in_the_ledger_and_in_the_report(tmp_path):
     assert "widen" in text
     assert "jitter" in text
     assert f"Of {5 * N} visits" in text
+    assert "A sample was fresh at" in text
     told = [e for e in salience.events.read(tmp_path / "events.jsonl") if e["kind"] == "treat"]
     assert [e["window"] for e in told] == list(range(5))
     assert told[-1]["reused"] > 0
@@ -238,7 +253,12 @@ class Own:
         return x + self.rng.random()
 
 
-@pytest.mark.parametrize("secret", [noise, Own()], ids=["global", "own"])
+def turn(x: Tensor) -> Tensor:
+    """Random, and nobody can see it: every row is constant."""
+    return x.flip(0) if torch.rand(()) < 0.5 else x
+
+
+@pytest.mark.parametrize("secret", [noise, turn, Own()], ids=["global", "unseen", "own"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stage_that_is_secretly_random_is_found_out(secret, workers, caplog):
     loader = loader_of(
@@ -274,7 +294,7 @@ def test_stages_not_declared_are_never_kept_and_that_is_said(caplog):
 
 
 def slow(x: Tensor) -> Tensor:
-    end = time.perf_counter() + 5e-4
+    end = time.perf_counter() + 3e-3
     while time.perf_counter() < end:
         pass
     return x
@@ -282,7 +302,7 @@ def slow(x: Tensor) -> Tensor:
 
 def test_what_costs_most_is_kept_where_nothing_else_is_said():
     loader = loader_of([Stage(slow, random=False), jitter], "reuse")
-    run(loader, 3)
+    run(loader, 2)
     assert loader._treating.split.stages == 1
     assert loader._treating.saved > 0
 

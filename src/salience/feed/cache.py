@@ -63,6 +63,7 @@ class Handle:
                 raise DataError("This batch belongs to a window that was broken off.")
             if shared.failed[0] > ticket:
                 raise StoreError(shared.failure)
+            shared.asked[rank] = max(ticket, shared.asked[rank])
             if os.getpid() != self._parent and os.getppid() != parents[1]:
                 raise SystemExit  # the training process is gone
             time.sleep(pause)

@@ -31,7 +31,7 @@ from salience.feed.tiers import Tier
 Ids = npt.NDArray[np.int64]
 
 POLL, IDLE = 0.002, 0.5
-"""Seconds between two looks at what the ranks are done with; and where there is nothing to do."""
+"""Seconds between two looks at what the ranks are done with, four times that where it is little; and with nothing to do."""
 WRITES = 64 * 1024 * 1024
 """Bytes that wait to be written to slower tiers; beyond, they are not."""
 LAST_WRITES = 3.0
@@ -117,6 +117,8 @@ class Feeder:
         self._todo: deque[_Batch] = deque()
         self._ahead: list[deque[_Batch]] = [deque() for _ in range(shared.token.ranks)]
         """Of each rank, batches staged and not done."""
+        self._next = np.zeros(shared.token.ranks, dtype=np.int64)
+        """Of each rank, the first ticket that is not staged."""
         self._unsaid: list[deque[_Batch]] = [deque() for _ in range(shared.token.ranks)]
         """Those of them whose bytes are not all here, as far as the rank was told."""
         self._owed = self._along_bytes = self._writing = 0
@@ -163,23 +165,22 @@ class Feeder:
                 return
 
     async def _pump(self, parent: int | None) -> None:
-        checked = time.monotonic()
+        checked, pause = time.monotonic(), POLL
         while True:
             self._wake.clear()
             while self._inbox:
                 await self._take(self._inbox.popleft())
             if parent is not None and time.monotonic() - checked > IDLE:
                 checked = time.monotonic()
-                if os.getppid() != parent:
-                    self.shared.fail("The training process that reads from the store for this node is gone.")
-                    self._over = True
+                self._over = self._over or os.getppid() != parent
             if self._over:
                 break
-            self._release()
+            pause = POLL if self._release() else min(2 * pause, 4 * POLL)
             self._advance()
             self._publish()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), POLL if self._todo or any(self._ahead) else IDLE)
+                await asyncio.wait_for(self._wake.wait(), pause if self._todo or any(self._ahead) else IDLE)
+        self.shared.fail("The first rank of this node has ended, which reads for all; let it wait for the others.")
         for task in self._reads:
             task.cancel()
         if self._writes:
@@ -222,7 +223,7 @@ class Feeder:
                         next_ticket[rank] += 1
                         self._wanted[batches[number]] = True
                     self._todo.append(_Batch(rank, ticket, batches[number].tolist()))
-        self._end = max(next_ticket)
+        self._next[:], self._end = message.first, max(next_ticket)
         self.shared.staged[:] = message.first
 
     def _restore(self, resident: Ids) -> None:
@@ -248,7 +249,7 @@ class Feeder:
             if time.monotonic() > until:
                 return self._wake.set()
             batch = self._todo[0]
-            if batch.ticket >= 0 and self._owed > far:
+            if batch.ticket >= 0 and self._owed > far and not (self.shared.asked >= self._next).any():
                 return
             if not self._stage(batch):
                 return
@@ -281,6 +282,7 @@ class Feeder:
         batch.owed = sum(int(self._sizes[i]) for i in places)
         self._owed += batch.owed
         along = self._read_along([*places])
+        self._next[batch.rank] = batch.ticket + 1
         self._ahead[batch.rank].append(batch)
         self._unsaid[batch.rank].append(batch)
         if places:
@@ -497,12 +499,14 @@ class Feeder:
         self._tidy(i)
         self._wake.set()
 
-    def _release(self) -> None:
-        """Unpin the batches whose rank is done with them."""
+    def _release(self) -> bool:
+        """Unpin the batches whose rank is done with them; whether there were any."""
+        before = sum(map(len, self._ahead))
         for rank, batches in enumerate(self._ahead):
             done = int(self.shared.done[rank])
             while batches and batches[0].ticket < done:
                 self._unpin(batches.popleft())
+        return sum(map(len, self._ahead)) < before
 
     def _unpin(self, batch: _Batch) -> None:
         self._owed -= batch.owed

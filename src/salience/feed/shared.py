@@ -90,6 +90,8 @@ class Shared:
         """Tickets below this have their bytes here, until..."""
         self.done: npt.NDArray[np.int64] = part(np.int64, ranks)
         """...the rank sets this above them."""
+        self.asked: npt.NDArray[np.int64] = part(np.int64, ranks)
+        """Of each rank, a ticket that somebody waits for."""
         self.settled: npt.NDArray[np.int64] = part(np.int64, 1)
         """How manieth window the cache has decided all of what it keeps."""
         self.failed: npt.NDArray[np.int64] = part(np.int64, 2)
@@ -121,7 +123,7 @@ class Shared:
 
 def _front(n: int, ranks: int) -> int:
     """Bytes before the samples', in whole pages."""
-    size = 8 * (len(COUNTERS) + 3 * ranks + 3 + n) + MESSAGE + n
+    size = 8 * (len(COUNTERS) + 4 * ranks + 3 + n) + MESSAGE + n
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 

@@ -297,15 +297,14 @@ def _paths(arms: Sequence[Arm]) -> Chart | None:
         return None
     x, series = _over(runs)
     form = _metric_form(next(story for arm in arms for story in arm.stories if story.evaluations))
-    return lines("Result over visits", x, series, x_label="visits", form=form, x_form=words.short)
+    note = f"The first {ARMS} of {len(arms)} arms." if len(arms) > ARMS else ""
+    return lines("Result over visits", x, series, x_label="visits", form=form, x_form=words.short, note=note)
 
 
 def _means(arms: Sequence[Arm]) -> list[Chart]:
     def bar(title: str, value: Callable[[Story], float], form: Callable[[float], str]) -> Chart:
-        means = [statistics.fmean(value(story) for story in arm.stories) for arm in arms[:ARMS]]
-        return bars(
-            title, [arm.name for arm in arms[:ARMS]], [Series(name="mean", values=means)], form=form, what="arm"
-        )
+        means = [statistics.fmean(value(story) for story in arm.stories) for arm in arms]
+        return bars(title, [arm.name for arm in arms], [Series(name="mean", values=means)], form=form, what="arm")
 
     return [
         bar("Seconds of training", lambda story: story.seconds, words.seconds),

@@ -44,8 +44,8 @@ def rehearsed(staged: Staged, workers: int, options: dict[str, Any]) -> Rehearsa
         name: options[name] for name in ("multiprocessing_context", "worker_init_fn", "timeout") if name in options
     }
     loader: DataLoader[Rehearsal] = DataLoader(
-        _Rehearsing(staged, ids.tolist()), batch_size=None, collate_fn=_as_it_is, num_workers=min(1, workers),
-        generator=torch.Generator(), **taken,
+        _Rehearsing(staged, ids.tolist()), batch_size=None, num_workers=min(1, workers), generator=torch.Generator(),
+        collate_fn=_as_it_is, **taken,  # pyright: ignore[reportArgumentType]
     )  # fmt: skip
     return next(iter(loader))
 
@@ -71,7 +71,8 @@ class _Rehearsing(Dataset[Rehearsal]):
 def rehearse(staged: Staged, ids: list[int]) -> Rehearsal:
     """Run these samples; the global generators are left seeded."""
     count, pair = len(staged.stages), min(PAIR, len(ids))
-    random, sizes, keeping = np.zeros(count + 1, dtype=bool), np.zeros(count, dtype=np.int64), np.zeros(count)
+    random, sizes = np.zeros(count + 1, dtype=bool), np.zeros(count, dtype=np.int64)
+    keeping = np.zeros((len(ids), count))
     seed_globals(1)
     state = globals_state()
     begin = perf_counter()
@@ -89,7 +90,7 @@ def rehearse(staged: Staged, ids: list[int]) -> Rehearsal:
         rest = None if rest is None else joined(None, rest)
         took = [per_read]
         for k in range(count):
-            size, keeping[k] = _kept((value, rest))
+            size, keeping[j, k] = _kept((value, rest))
             sizes[k] = max(sizes[k], size)
             spare = _copied(value) if j < pair else None
             seed_globals(1)
@@ -107,7 +108,7 @@ def rehearse(staged: Staged, ids: list[int]) -> Rehearsal:
             whole.append(took)
     if not whole:
         raise DataError(f"None of {len(ids)} samples came through the stages; {trouble}.")
-    return Rehearsal(np.median(np.array(whole), axis=0), sizes, keeping, random, counts)
+    return Rehearsal(np.median(np.array(whole), axis=0), sizes, np.median(keeping, axis=0), random, counts)
 
 
 def _copied(value: Any) -> tuple[Any] | None:

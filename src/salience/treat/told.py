@@ -15,6 +15,8 @@ def told(treating: Treating) -> str:
         f"Of {counts['visits']:,} visits {made:,} ({made / visits:.0%}) were fresh throughout and {counts['reused']:,} took up "
         f"an intermediate ({counts['missed']:,} of them had to make it again; {counts['unfit']:,} could not be kept)."
     )
+    least, median, most = treating.fresh_shares
+    lines.append(f"A sample was fresh at {least:.0%} (least), {median:.0%} (median), {most:.0%} (most) of its visits.")
     if treating.split is not None:
         before = [stage.label for stage in treating.stages[: treating.split.stages]]
         lines.append(

@@ -52,7 +52,11 @@ class Treating:
         self._clock = Clock(len(stages))
         self.compute = [0.0, 0]
         """Seconds the loop took for its batches, and how many."""
-        self.counts = dict.fromkeys(("visits", "fresh", "stored", "reused", "missed", "unfit"), 0)
+        self._batch = 1
+        """Samples of the batch delivered last."""
+        self.counts = dict.fromkeys(COUNTS, 0)
+        self._visits, self._fresh = np.zeros((2, self.n), dtype=np.int32)
+        """Of each sample, visits, and those at which every stage was fresh."""
 
     def begin(self, options: dict[str, Any]) -> tuple[list[str], dict[str, int]]:
         """Rehearse and choose the split, once a run; what there is to say, and what was asked of a Source."""
@@ -107,7 +111,7 @@ class Treating:
         """The plan with levels; under echo, of as many visits to fewer samples."""
         if ranks is not None and ranks.min() == ranks.max():
             ranks = None
-        if plan.ranks is None and ranks is not None:
+        if self.config.strength and plan.ranks is None and ranks is not None:
             plan = replace(plan, importance=ranks[plan.ids].astype(np.float32))
         self.kind, self.views = self._choice()
         rng = generator(self._seed, AUGMENT, plan.window)
@@ -157,9 +161,6 @@ class Treating:
             kind = KINDS[number]
         return kind, views if kind == "echo" else 1
 
-    _batch = 1
-    """Samples of a batch, on average."""
-
     def treatment(self, shard: Shard) -> Callable[[slice], Treatment]:
         """What to tell workers of a batch, by its place in the plan."""
         plan = shard.plan
@@ -185,17 +186,15 @@ class Treating:
         self.compute[0] += seconds
         self.compute[1] += 1
 
-    def take(self, level: npt.NDArray[np.uint8], note: Note) -> None:
+    def take(self, ids: npt.NDArray[np.int64], level: npt.NDArray[np.uint8], note: Note) -> None:
         """Count what a worker has to tell of a batch."""
+        np.add.at(self._visits, ids, 1)
+        np.add.at(self._fresh, ids, (level & LEVEL) != REUSED)
         self._clock.seconds += note.seconds
         self._clock.calls += note.calls
         self._batch = len(level)
         kinds = np.bincount(level & LEVEL, minlength=3)
-        for name, count in zip(
-            ("visits", "fresh", "stored", "reused", "missed", "unfit"),
-            (len(level), *kinds.tolist(), note.missed, note.unfit),
-            strict=True,
-        ):
+        for name, count in zip(COUNTS, (len(level), *kinds.tolist(), note.missed, note.unfit), strict=True):
             self.counts[name] += count
 
     @property
@@ -214,11 +213,19 @@ class Treating:
         each = self._clock.seconds[before] / np.maximum(1, self._clock.calls[before])
         return float(each.sum() * self._clock.calls[-1] - self._clock.seconds[-1])
 
-    def told(self) -> dict[str, Any]:
+    @property
+    def fresh_shares(self) -> tuple[float, float, float]:
+        """At what share of its visits a sample was fresh: the least, the median and the most of all samples visited."""
+        seen = self._visits > 0
+        shares = self._fresh[seen] / self._visits[seen] if seen.any() else np.ones(1)
+        return float(shares.min()), float(np.median(shares)), float(shares.max())
+
+    def event(self) -> dict[str, Any]:
         """For the event log."""
         return {
             "treatment": self.kind, "views": self.views, "split": None if self.split is None else self.split.stages,
-            "frozen": self.frozen, "costs_us": self.costs, "saved_seconds": round(self.saved, 3), **self.counts,
+            "frozen": self.frozen, "fresh_shares": self.fresh_shares,
+            "costs_us": self.costs, "saved_seconds": round(self.saved, 3), **self.counts,
         }  # fmt: skip
 
     @property
@@ -236,6 +243,7 @@ class Treating:
             "slot": torch.from_numpy(self._shelf.slot.copy()), "born": torch.from_numpy(self._shelf.born.copy()),
             "uses": torch.from_numpy(self._shelf.uses.copy()), "turn": torch.from_numpy(self._turn.copy()),
             "found": None if found is None else [part.tolist() for part in found[:4]],
+            "visits": torch.from_numpy(self._visits.copy()), "fresh": torch.from_numpy(self._fresh.copy()),
             "seconds": self._clock.seconds.tolist(), "calls": self._clock.calls.tolist(), "counts": dict(self.counts),
         }  # fmt: skip
 
@@ -252,6 +260,7 @@ class Treating:
             self.split = Split(stages=stages, size=size, slots=slots)
         self._shelf = Shelf(slot=state["slot"].numpy(), born=state["born"].numpy(), uses=state["uses"].numpy())
         self._turn = state["turn"].numpy().copy()
+        self._visits[:], self._fresh[:] = state["visits"].numpy(), state["fresh"].numpy()
         self._clock.seconds[:], self._clock.calls[:] = state["seconds"], state["calls"]
         if state["found"] is not None:
             seconds, sizes, keeping, random = map(np.array, state["found"])
@@ -259,6 +268,7 @@ class Treating:
 
 
 KINDS = ("fresh", "reuse", "echo")
+COUNTS = ("visits", "fresh", "stored", "reused", "missed", "unfit")
 SLACK = 512
 """Bytes of a slot beyond the largest intermediate that was seen, at least."""
 

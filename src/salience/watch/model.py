@@ -126,9 +126,8 @@ def levers(costs: Costs, *, cores: int, cached: bool = False) -> list[Lever]:
     """What could be tried: levers that leave the run as it is first."""
     stages = [name for name in costs.work if name != "fetch"]
     found: list[Lever] = []
-    if costs.workers < cores:
-        saved = 1 - max(1, costs.workers) / cores
-        found.append(Lever(name=f"num_workers={cores}", exact=True, saves=dict.fromkeys(costs.work, saved)))
+    if (lever := more_workers(costs, cores)) is not None:
+        found.append(lever)
     if costs.work.get("fetch", 0.0) > 0 and not cached:
         found.append(Lever(name="cache=", exact=True, saves={"fetch": 1.0}))
     if stages:
@@ -138,6 +137,15 @@ def levers(costs: Costs, *, cores: int, cached: bool = False) -> list[Lever]:
         found.append(Lever(name='treat="echo"', exact=False, saves={"fetch": 0.5}))
     found.append(Lever(name='select="default"', exact=False, saves={"input": 0.42, "compute": 0.42}))
     return found
+
+
+def more_workers(costs: Costs, cores: int) -> Lever | None:
+    """As many workers as keep pace with the loop, on no more than the cores there are; None where there are as many."""
+    pace = min(cores, math.ceil(sum(costs.work.values()) / costs.compute)) if costs.compute > 0 else cores
+    if pace <= costs.workers:
+        return None
+    saved = 1 - max(1, costs.workers) / pace
+    return Lever(name=f"num_workers={pace}", exact=True, saves=dict.fromkeys(costs.work, saved))
 
 
 def verdict(costs: Costs, ceilings: Sequence[Ceiling] = ()) -> Verdict:

@@ -5,7 +5,7 @@ alone). They are the planned batches in their order, so that the run is the same
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -16,6 +16,8 @@ from salience.watch.model import Costs
 from salience.watch.steps import Step, Steps
 
 T = TypeVar("T")
+WARM = 8
+"""First steps of a run, in which things warm up."""
 
 
 class Enough(BaseException):
@@ -67,31 +69,36 @@ class Probe:
         return held
 
     def costs(self, steps: Steps, workers: int) -> Costs | None:
-        """Medians over the steps so far; None as long as there was no whole probe."""
-        natural = [s for s in _settled(steps) if not s.held]
-        alone = [s for s in _settled(steps) if s.held]
-        if not self.inputs or len(natural) < 4 or not alone:
+        """Over the steps so far; None as long as there was no whole probe."""
+        settled = list(steps.steps)[WARM:-1]  # the last may not be over
+        if not self.inputs or not any(step.held for step in settled):
             return None
-        work: dict[str, float] = {}
-        for name in {name for s in natural for name in s.work}:
-            work[name] = _mean([s.work.get(name, 0.0) for s in natural])
-        waits = [s.wait if s.idle is None else min(s.idle, s.wait) for s in natural]
-        return Costs(
-            step=_mean([s.wait + s.busy for s in natural]),
-            wait=_mean(waits),
-            input=median(self.inputs),
-            compute=_mean([s.busy for s in alone]),
-            work=work,
-            forward=_mean([s.forward for s in alone]),
-            backward=_mean([s.backward for s in alone]),
-            workers=workers,
-            steps=len(natural),
-        )
+        return costs_of(settled, self.inputs, workers)
 
 
-def _settled(steps: Steps) -> list[Step]:
-    """All but the first few, in which things warm up, and the last, which may not be over."""
-    return list(steps.steps)[8:-1]
+def costs_of(steps: Sequence[Step], inputs: Sequence[float], workers: int) -> Costs | None:
+    """Means over steps, and the median of what probes measured of the loader alone; None where the steps are too few.
+
+    Without a probe the loader alone is taken to cost what it waits (no workers), or what its workers do side by side.
+    """
+    natural = [s for s in steps if not s.held]
+    alone = [s for s in steps if s.held] or natural
+    if len(natural) < 4:
+        return None
+    work = {name: _mean([s.work.get(name, 0.0) for s in natural]) for name in {n: 0 for s in natural for n in s.work}}
+    waits = [s.wait if s.idle is None else min(s.idle, s.wait) for s in natural]
+    supposed = sum(work.values()) / workers if workers else _mean(waits)
+    return Costs(
+        step=_mean([s.wait + s.busy for s in natural]),
+        wait=_mean(waits),
+        input=median(inputs) if inputs else supposed,
+        compute=_mean([s.busy for s in alone]),
+        work=work,
+        forward=_mean([s.forward for s in alone]),
+        backward=_mean([s.backward for s in alone]),
+        workers=workers,
+        steps=len(natural),
+    )
 
 
 def _mean(values: list[float]) -> float:

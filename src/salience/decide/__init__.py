@@ -1,0 +1,13 @@
+"""Decide: which lever next, did it help, keep or undo?
+
+    window measured -> best predicted lever goes on -> windows with and without it -> kept, or undone
+
+One settings value a window, one question at each window's edge; the loader applies the answer.
+"""
+
+from salience.decide.auto import Auto
+from salience.decide.controller import Controller, Decision
+from salience.decide.levers import Reach
+from salience.decide.settings import Settings
+
+__all__ = ["Auto", "Controller", "Decision", "Reach", "Settings"]

@@ -1,0 +1,91 @@
+"""What a Loader has of this room: the controller, and how it sees a window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from salience.decide.controller import Controller, Decision, Replay
+from salience.decide.levers import Reach
+from salience.decide.seen import LEAST, Seen, look
+from salience.decide.settings import Settings, recorded
+from salience.errors import ConfigError
+from salience.select.steering import Paths, read_histories
+from salience.watch.probe import WARM, Probe
+from salience.watch.steps import Step, Steps
+
+TIMED = 8
+"""Batches of a probe whose time is taken, at most."""
+
+
+class Auto:
+    """Sees windows, and asks the controller between them."""
+
+    def __init__(self, what: bool | str | Path, baseline: Paths | None, *, epochs: int | None) -> None:
+        if epochs is None:
+            raise ConfigError("auto needs epochs=: the number of passes you will make, so that trials stay a small share.")
+        self._epochs = epochs
+        self._recorded = recorded(what) if isinstance(what, (str, Path)) and what != "lossy" else None
+        self._histories = [] if baseline is None else read_histories(baseline)
+        self.lossy = what == "lossy" or bool(self._histories)
+        """Whether levers that change training may be tried."""
+        if self._recorded is not None:
+            self.lossy = any(settings.lossy for settings in self._recorded.values())
+        self.controller = Controller(Settings(), windows=epochs, batches=0)
+        self._probe: Probe | None = None
+        self._mark = 0
+        """Steps before the window in progress."""
+        self._batches = self._ahead = 0
+        self._planned = self._lead = 0.0
+        self._restarts, self._whole, self._first = True, False, True
+
+    def start(self, settings: Settings, batches: int) -> None:
+        """Begin with these, in windows of `batches`."""
+        if self._recorded is not None:
+            self.controller = Replay(settings, self._recorded)
+            return
+        self.controller = Controller(
+            settings, windows=self._epochs, batches=self._epochs * batches, lossy=self.lossy, histories=self._histories
+        )
+
+    def open(self, steps: Steps, batches: int, *, ahead: int, planned: float, restarts: bool) -> Probe | None:
+        """A window begins; the probe for it, where one is wanted and fits."""
+        self._first, self._mark, self._batches, self._ahead = steps.count == 0, steps.count, batches, ahead
+        self._lead, self._planned = planned - self._planned, planned
+        self._restarts, self._whole, self._probe = restarts, False, None
+        controller, depth = self.controller, max(2, ahead + 1)
+        timed = min(TIMED, controller.allowance - depth)
+        room = batches - depth - timed - ahead - WARM - LEAST
+        alone = controller.settings.workers or controller.settings.cache  # else waiting is the loader alone
+        if controller.probing and alone and timed >= 2 and room >= 0:
+            self._probe = Probe(depth=depth, timed=timed, first=self._mark + WARM + room // 2, times=1)
+        return self._probe
+
+    def close(self, steps: Steps) -> None:
+        """The window was delivered to its end."""
+        self._whole = True
+        self.controller.held += sum(step.held for step in self._steps(steps))
+
+    def edge(self, window: int, steps: Steps, reach: Reach) -> list[Decision]:
+        """Between two windows: what the controller makes of the last one."""
+        return self.controller.edge(window, self._seen(steps), reach)
+
+    def _seen(self, steps: Steps) -> Seen | None:
+        whole, self._whole = self._whole, False
+        if not whole:
+            return None
+        return look(
+            self._steps(steps), batches=self._batches, lead=self._lead, ahead=self._ahead, first=self._first,
+            inputs=() if self._probe is None else self._probe.inputs, workers=self.controller.settings.workers,
+            restarts=self._restarts,
+        )  # fmt: skip
+
+    def _steps(self, steps: Steps) -> list[Step]:
+        return list(steps.steps)[-(steps.count - self._mark) :] if steps.count > self._mark else []
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.controller.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.controller.load_state_dict(state)

@@ -1,0 +1,248 @@
+"""Adopt, then verify: a state machine that is asked once at every window's edge.
+
+    measure -> try the best lever -> keep: measure again
+       ^                          -> undo: try the next
+       +-- the step time drifts by more than DRIFT
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from salience.decide.levers import Option, Reach, options
+from salience.decide.seen import Seen
+from salience.decide.settings import Settings
+from salience.decide.trial import Gain, Trial, windows_needed
+from salience.select.steering import History, band
+from salience.watch.model import WORTH, Costs, Verdict, verdict
+
+DRIFT = 1.15
+TRIALS = 0.3
+"""Share of the run's windows that trials which ended with undoing may take."""
+HELD = 0.01
+"""Share of the run's batches that probes may hold back."""
+LOSSY = {"treat": 'treat="reuse"', "select": 'select="default"'}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """One line of the event log."""
+
+    window: int
+    """From which on it holds."""
+    lever: str
+    action: str
+    """"try", "keep", "undo" or "skip"."""
+    predicted: float | None = None
+    measured: float | None = None
+    interval: tuple[float, float] | None = None
+    reason: str = ""
+
+
+class Controller:
+    """Decides by measured windows; `settings` and `probing` are those of the next one."""
+
+    def __init__(
+        self, start: Settings, *, windows: int, batches: int, lossy: bool = False, histories: Sequence[History] = ()
+    ) -> None:
+        self.settings = start
+        self.probing = True
+        """Whether the next window is to be measured with a probe."""
+        self.held = 0
+        """Batches that probes held back so far."""
+        self.verdict: Verdict | None = None
+        """Of the last window that was measured."""
+        self._windows, self._batches = windows, batches
+        self._lossy, self._histories = lossy or bool(histories), histories
+        self._costs: Costs | None = None
+        self._step: float | None = None
+        """Seconds of a step when it was measured last."""
+        self._trial: Trial | None = None
+        self._spent = 0
+        """Windows of trials that ended with undoing."""
+        self._undone: dict[str, str] = {}
+        """Lever -> the verdict under which it was undone."""
+        self._banned: set[str] = set()
+        """Lossy levers under which the metric left the baseline's band."""
+        self._proven: set[str] = set()
+        """Those under which it did not."""
+        self._said: set[str] = set()
+        self._heard: tuple[float, float] | None = None
+
+    @property
+    def allowance(self) -> int:
+        """Batches that may still be held back."""
+        return int(HELD * self._batches) - self.held
+
+    def hear(self, metric: float, progress: float) -> None:
+        """A validation result; it counts where a lossy lever was on."""
+        if self.settings.lossy:
+            self._heard = metric, progress
+
+    def edge(self, window: int, seen: Seen | None, reach: Reach) -> list[Decision]:
+        """`window` begins; `seen` is the one before it, None where it was not whole."""
+        if seen is None:
+            return []
+        said = self._guard(window)
+        if any(decision.action == "undo" for decision in said):  # this window says nothing of what comes
+            return said
+        if self._trial is not None:
+            return said + self._judge(window, seen, self._trial)
+        if self.probing:
+            if seen.costs is None:
+                return said
+            self.probing, self._costs, self._step = False, seen.costs, seen.step
+            self.verdict = verdict(seen.costs)
+        elif self._step is not None and abs(math.log(seen.step / self._step)) > math.log(DRIFT):
+            self.probing = True
+            return said
+        return said + self._choose(window, seen, reach)
+
+    def _choose(self, window: int, seen: Seen, reach: Reach) -> list[Decision]:
+        """The best lever goes on; levers that are not worth it are named once."""
+        assert self._costs is not None
+        said = [self._skip(window, name, None, why) for name, why in reach.refused.items()]
+        worth: list[Option] = []
+        for option in options(self._costs, self.settings, reach, window):
+            why = self._against(option, window)
+            if why:
+                said.append(self._skip(window, option.name, option.predicted, why))
+            else:
+                worth.append(option)
+        best = max(worth, key=lambda option: (option.exact, option.predicted), default=None)
+        decisions = [decision for decision in said if decision is not None]
+        if best is None:
+            return decisions
+        self._trial = Trial.of(best, self.settings, seen)
+        self.settings = best.settings
+        reason = "the best exact lever" if best.exact else "the best lever left; quality unproven"
+        return [
+            *decisions,
+            Decision(window=window, lever=best.name, action="try", predicted=best.predicted, reason=reason),
+        ]
+
+    def _against(self, option: Option, window: int) -> str:
+        """Why a lever is not tried; nothing where it may be."""
+        needed = windows_needed(option)
+        if option.name in self._banned:
+            return "the metric left the baseline's band with it"
+        if option.predicted < WORTH:
+            return f"it could gain less than {WORTH}x"
+        if not option.exact and not self._lossy:
+            return 'it changes training and there is no baseline to compare with; pass baseline=, or auto="lossy"'
+        if self._undone.get(option.name) == self._cause:
+            return "it was undone, and what holds the run back is still the same"
+        if self._spent + needed > TRIALS * self._windows:
+            return f"its trial takes {needed} windows, more than are left of the {TRIALS:.0%} of all that trials may take"
+        if window + 2 * needed > self._windows:
+            return "too few windows are left for a trial to pay"
+        return ""
+
+    def _judge(self, window: int, seen: Seen, trial: Trial) -> list[Decision]:
+        """Count the window, and keep or undo the lever where that can be said."""
+        self._trial = trial = trial.after(seen, self.settings)
+        self.settings, found = trial.next, trial.verdict
+        if found is None:
+            return []
+        kept, reason = found
+        self._trial = None
+        self.settings = trial.option.settings if kept else trial.base
+        if kept:
+            self.probing = True  # at what it costs now
+        else:
+            self._spent += trial.windows
+            self._undone[trial.option.name] = self._cause
+        if kept and not trial.option.exact and trial.option.name not in self._proven:
+            reason += "; quality unproven"
+        return [_decided(window, trial.option, "keep" if kept else "undo", trial.gain, reason)]
+
+    def _guard(self, window: int) -> list[Decision]:
+        """Undo lossy levers when the metric is under the baseline's band at equal progress."""
+        heard, self._heard = self._heard, None
+        on = [name for field, name in LOSSY.items() if getattr(self.settings, field)]
+        found = None if heard is None else band(self._histories, heard[1])
+        if heard is None or found is None or not on:
+            return []
+        metric, progress = heard
+        where = f"{metric:.4g} at progress {progress:.2f}, the band is {found.low:.4g} and up"
+        if metric >= found.low:
+            new = [name for name in on if name not in self._proven]
+            self._proven.update(new)
+            reason = f"the metric is in the baseline's band: {where}"
+            return [Decision(window=window, lever=name, action="keep", reason=reason) for name in new]
+        self._banned.update(on)
+        self.settings = replace(self.settings, treat=False, select=False)
+        if self._trial is not None:
+            self._spent += self._trial.windows + 1
+            self._trial = None
+        self.probing = True
+        reason = f"the metric left the baseline's band: {where}"
+        return [Decision(window=window, lever=name, action="undo", reason=reason) for name in on]
+
+    @property
+    def _cause(self) -> str:
+        return "" if self.verdict is None else f"{self.verdict.kind}: {self.verdict.cause}"
+
+    def _skip(self, window: int, lever: str, predicted: float | None, reason: str) -> Decision | None:
+        """Said once for each lever and reason."""
+        if f"{lever}: {reason}" in self._said:
+            return None
+        self._said.add(f"{lever}: {reason}")
+        return Decision(window=window, lever=lever, action="skip", predicted=predicted, reason=reason)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "settings": asdict(self.settings), "probing": self.probing, "held": self.held, "spent": self._spent,
+            "verdict": None if self.verdict is None else asdict(self.verdict),
+            "costs": None if self._costs is None else asdict(self._costs),
+            "step": self._step, "trial": None if self._trial is None else _flat(self._trial),
+            "undone": dict(self._undone), "banned": sorted(self._banned), "proven": sorted(self._proven),
+            "said": sorted(self._said), "heard": None if self._heard is None else list(self._heard),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.settings = Settings(**state["settings"])
+        self.probing, self.held, self._spent = bool(state["probing"]), int(state["held"]), int(state["spent"])
+        self.verdict = None if state["verdict"] is None else Verdict(**state["verdict"])
+        self._costs = None if state["costs"] is None else Costs(**state["costs"])
+        self._step = state["step"]
+        self._trial = None if state["trial"] is None else _trial(state["trial"])
+        self._undone = dict(state["undone"])
+        self._banned, self._proven, self._said = (set(state[name]) for name in ("banned", "proven", "said"))
+        self._heard = None if state["heard"] is None else (float(state["heard"][0]), float(state["heard"][1]))
+
+
+class Replay(Controller):
+    """Does what an earlier run did."""
+
+    def __init__(self, start: Settings, recorded: Mapping[int, Settings]) -> None:
+        super().__init__(start, windows=0, batches=0)
+        self._recorded = dict(recorded)
+        self.probing = False
+
+    def edge(self, window: int, seen: Seen | None, reach: Reach) -> list[Decision]:
+        first = max((w for w in self._recorded if w <= window), default=None)
+        self.settings = self.settings if first is None else self._recorded[first]
+        return []
+
+
+def _decided(window: int, option: Option, action: str, gain: Gain | None, reason: str) -> Decision:
+    return Decision(
+        window=window, lever=option.name, action=action, predicted=option.predicted, reason=reason,
+        measured=None if gain is None else gain.speedup, interval=None if gain is None else (gain.low, gain.high),
+    )  # fmt: skip
+
+
+def _flat(trial: Trial) -> dict[str, Any]:
+    return {**asdict(trial), "off": list(trial.off), "on": list(trial.on)}
+
+
+def _trial(state: Mapping[str, Any]) -> Trial:
+    option = state["option"]
+    return Trial(**{
+        **state, "option": Option(**{**option, "settings": Settings(**option["settings"])}),
+        "base": Settings(**state["base"]), "off": tuple(state["off"]), "on": tuple(state["on"]),
+    })  # fmt: skip

@@ -1,0 +1,74 @@
+"""What this run could be switched to, and what each switch could gain at most."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from salience.decide.settings import Settings
+from salience.watch.model import Costs, Lever, ceiling, more_workers
+
+REUSED = 0.75
+"""Share of the visits that take up an intermediate, at most: one is made for four visits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reach:
+    """What can be switched in this run."""
+
+    cores: int = 1
+    """For the workers of one rank; 0 where their number must stay."""
+    cache: int = 0
+    """Bytes that a cache could have; 0 where there can be none."""
+    share: float = 1.0
+    """Of the source that would fit into it."""
+    reusable: tuple[str, ...] = ()
+    """Stages whose results could be reused."""
+    keep: Sequence[float] = ()
+    """Share of the samples that a selection would visit, by window; empty where none can be switched on."""
+    refused: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Levers that cannot be tried, and why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """One lever that could go on now."""
+
+    name: str
+    """As the user would write it."""
+    exact: bool
+    """Whether the run stays exactly as it was."""
+    remembers: bool
+    """Whether its gain builds up over a window, so that it cannot be judged by turns."""
+    settings: Settings
+    """With it on."""
+    predicted: float
+    """The speed-up at most."""
+
+
+def options(costs: Costs, now: Settings, reach: Reach, window: int) -> list[Option]:
+    """Everything that is off and could be on from `window` on."""
+    found: list[Option] = []
+
+    def add(lever: Lever, settings: Settings, *, remembers: bool = False) -> None:
+        predicted = ceiling(costs, lever).speedup
+        found.append(
+            Option(
+                name=lever.name, exact=lever.exact, remembers=remembers, settings=settings, predicted=min(predicted, 99.0)
+            )
+        )  # fmt: skip
+
+    if (lever := more_workers(costs, reach.cores)) is not None:
+        add(lever, replace(now, workers=int(lever.name.partition("=")[2])))
+    if reach.cache and not now.cache:
+        lever = Lever(name=f"cache={reach.cache}", exact=True, saves={"fetch": reach.share})
+        add(lever, replace(now, cache=reach.cache), remembers=True)
+    if reach.reusable and not now.treat:
+        lever = Lever(name='treat="reuse"', exact=False, saves=dict.fromkeys(reach.reusable, REUSED))
+        add(lever, replace(now, treat=True), remembers=True)
+    left = reach.keep[window:]
+    if left and left[0] < 1 and not now.select:  # and not before the curve takes anything away
+        saved = 1 - sum(left) / len(left)
+        lever = Lever(name='select="default"', exact=False, saves={"input": saved, "compute": saved})
+        add(lever, replace(now, select=True))
+    return found

@@ -1,0 +1,109 @@
+"""Did it help? Windows with and without a lever, by turns, and a paired test.
+
+speed-up        exp(mean d),  d_i = log(seconds of window i without) - log(seconds of window i with)
+lower bound     exp(mean d - t * s / sqrt(k)),  t = 95% point of Student's t with k - 1 degrees of freedom, one-sided
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from salience.decide.levers import Option
+from salience.decide.seen import Seen
+from salience.decide.settings import Settings
+from salience.select.pilot import student
+
+KEPT = 1.02
+"""A lever stays on if the lower bound of its speed-up is above this."""
+WORSE = 1 / 1.1
+"""A speed-up of the first pair under this ends the trial at once."""
+PAIRS = 4
+"""After so many the trial ends, whatever it says."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gain:
+    """A measured speed-up, and where it lies: each end is passed with 5% probability."""
+
+    speedup: float
+    low: float
+    high: float
+
+
+def gain(off: Sequence[float], on: Sequence[float]) -> Gain:
+    """From pairs of seconds, one without and one with the lever; of a single pair the ends are not known."""
+    k = min(len(off), len(on))
+    d = np.log(np.asarray(off[:k], dtype=float)) - np.log(np.asarray(on[:k], dtype=float))
+    mean = float(d.mean())
+    if k < 2:
+        return Gain(speedup=math.exp(mean), low=0.0, high=math.inf)
+    reach = student(k - 1, 0.90) * float(d.std(ddof=1)) / math.sqrt(k)  # 5% on each side
+    return Gain(speedup=math.exp(mean), low=math.exp(mean - reach), high=math.exp(min(mean + reach, 700.0)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """One lever under test."""
+
+    option: Option
+    base: Settings
+    """Without it."""
+    off: tuple[float, ...]
+    on: tuple[float, ...] = ()
+    """Seconds of windows; of a lever that remembers, those of the parts of one window."""
+    filled: bool = False
+    windows: int = 0
+    """That it has taken so far."""
+
+    @classmethod
+    def of(cls, option: Option, base: Settings, seen: Seen) -> Trial:
+        """Begins behind a window that was measured without the lever."""
+        return cls(option=option, base=base, off=seen.blocks if option.remembers else (seen.seconds,))
+
+    def after(self, seen: Seen, settings: Settings) -> Trial:
+        """With the window that was just measured, under `settings`."""
+        trial = replace(self, windows=self.windows + 1)
+        if settings != self.option.settings:
+            return replace(trial, off=(*self.off, seen.seconds))
+        if not self.option.remembers:
+            return replace(trial, on=(*self.on, seen.seconds))
+        return replace(trial, on=seen.blocks) if self.filled else replace(trial, filled=True)
+
+    @property
+    def next(self) -> Settings:
+        """What to do in the next window, where it is not over: the lever off after on, on after off."""
+        return self.base if len(self.on) == len(self.off) and not self.option.remembers else self.option.settings
+
+    @property
+    def gain(self) -> Gain | None:
+        """None as long as nothing can be said."""
+        whole = bool(self.on) and (self.option.remembers or len(self.on) == len(self.off))
+        return gain(self.off, self.on) if whole else None
+
+    @property
+    def verdict(self) -> tuple[bool, str] | None:
+        """Whether to keep it, and why; None as long as it goes on."""
+        found, pairs = self.gain, len(self.on)
+        if found is None:
+            return None
+        if self.option.remembers:
+            weaker = "window over window after one of filling: weaker evidence"
+            if found.low > KEPT:
+                return True, f"the lower bound is above {KEPT}; {weaker}"
+            return False, f"the lower bound is not above {KEPT}; {weaker}"
+        if pairs == 1:
+            return (False, "its first window was slower by more than a tenth") if found.speedup < WORSE else None
+        if found.low > KEPT:
+            return True, f"the lower bound of {pairs} pairs of windows is above {KEPT}"
+        if found.speedup <= KEPT or pairs >= PAIRS:
+            return False, f"the lower bound of {pairs} pairs of windows is not above {KEPT}"
+        return None
+
+
+def windows_needed(option: Option) -> int:
+    """At least, behind one without it: filling and judging, or with, without, with."""
+    return 2 if option.remembers else 3
