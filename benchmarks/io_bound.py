@@ -18,7 +18,7 @@ time_vs_uniform_subsample under 1.2, hit_us over 5, index_open_s over 1; a peer 
 
     python benchmarks/io_bound.py [--quick] [--part rows|whole|replay]       # needs: pip install 'salience[feed,bench]'
 
-The last line of stdout is one JSON object. Exit status 1: a row is missing.
+The last line of stdout is one JSON object. Exit status 1: a row is missing (`--without NAME` says that it cannot be installed).
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ from salience.feed.policies import POLICIES, bound, fetched, policy
 from salience.feed.shared import WHOLE, Shared
 from store_server import pull, running
 
+MISSING = "install it with `pip install 'salience[bench]'`, or say --without NAME if that cannot be."
+
 # ---------------------------------------------------------------- rows
 
 
@@ -86,6 +88,12 @@ class Result:
     def bytes(self) -> float:
         """Of a window."""
         return float(np.mean([w.bytes for w in self.all]))
+
+    @property
+    def utilisation(self) -> float:
+        """Of the link where compute is next to nothing, the edges of the windows included."""
+        busy = self.windows[RATIOS[0]]
+        return sum(w.bytes for w in busy) / sum(w.seconds for w in busy) / RATE
 
     def line(self, total: int) -> str:
         rates = "".join(f"{self.rate(ratio):>9.0f}" for ratio in reversed(RATIOS))
@@ -124,9 +132,8 @@ def rows(bench: Bench) -> dict[str, Any]:
     for plan, names in (("percentile", list(POLICIES)), ("everything", ["lru", "never_evict", DEFAULT])):
         for name in names:
             found[name, plan] = measured(Row(name=name, plan=plan, options=options[plan]))
-    tried = {name: _tried(name, measured, scale.settings) for name in peers.SETTINGS}
+    tried = {name: _tried(name, measured, scale.settings) for name in peers.SETTINGS if name not in scale.without}
     ours, once = found[DEFAULT, "percentile"], found[DEFAULT, "everything"]
-    busy = ours.windows[RATIOS[0]]
     sizes = bench.index.size
     top = int(SHARE * total) >= np.cumsum(sizes[np.argsort(-plans["percentile"][0][1])])
     kept = np.argsort(-plans["percentile"][0][1])[top]
@@ -135,7 +142,8 @@ def rows(bench: Bench) -> dict[str, Any]:
     rates = {f"{name} {plan}": result.rate for (name, plan), result in found.items()}
     rates |= {name: lambda ratio, best=best: max(result.rate(ratio) for result in best) for name, best in tried.items()}
     return {
-        "link_utilisation": round(sum(w.bytes for w in busy) / sum(w.seconds for w in busy) / RATE, 3),
+        "link_utilisation": round(ours.utilisation, 3),
+        "link_utilisation_everything": round(once.utilisation, 3),
         "bytes_vs_lru": round(found["lru", "everything"].bytes / ours.bytes, 3),
         "bytes_vs_never_evict": round(found["never_evict", "everything"].bytes / ours.bytes, 3),
         "bytes_vs_lru_same_plan": round(found["lru", "percentile"].bytes / ours.bytes, 3),
@@ -145,7 +153,9 @@ def rows(bench: Bench) -> dict[str, Any]:
         "bytes_vs_simulated": round(ours.bytes / float(simulated), 4),
         "hit_rate_uniform": round(1 - once.bytes / total, 4),
         "everything_vs_best_peer": {
-            f"{ratio}:1": round(once.rate(ratio) / max(rates[name](ratio) for name in tried), 3) for ratio in RATIOS
+            f"{ratio}:1": round(once.rate(ratio) / max(rates[name](ratio) for name in tried), 3)
+            for ratio in RATIOS
+            if tried
         },
         "samples_per_s": {
             name: {f"{ratio}:1": round(rate(ratio)) for ratio in reversed(RATIOS)} for name, rate in rates.items()
@@ -162,7 +172,7 @@ def _tried(name: str, measured: Callable[[Row], Result], settings: int) -> list[
         except RuntimeError as error:
             print(f"  {name:<12}did not finish with {_words(dict(options))}: {error}", flush=True)
     if not found:
-        raise SystemExit(f"There is no row of {name}, see above; `pip install 'salience[bench]'` installs it.")
+        raise SystemExit(f"There is no row of {name}, see above; {MISSING}")
     return found
 
 
@@ -281,14 +291,31 @@ def main() -> None:
         "--quick", action="store_true", help="fewer samples and windows, one setting of each peer, no replay"
     )
     parser.add_argument("--part", choices=("rows", "whole", "replay"), help="only this one")
+    parser.add_argument(
+        "--without", action="append", default=[], choices=tuple(peers.SETTINGS), help="cannot be installed"
+    )
     args = parser.parse_args()
-    scale = Scale(samples=500, measured=1, settings=1, windows=15) if args.quick else Scale()
-    figures: dict[str, Any] = {}
+    without = tuple(args.without)
+    scale = (
+        Scale(samples=500, measured=1, settings=1, windows=15, without=without)
+        if args.quick
+        else Scale(without=without)
+    )
+    figures: dict[str, Any] = {"without": without} if without else {}
     with tempfile.TemporaryDirectory(prefix="salience-io-", ignore_cleanup_errors=True) as made:
         folder = Path(made)
         index = make(folder, scale.samples)
-        if args.part in (None, "rows"):
-            apart(300, peers.write_chunks, sorted((folder / "raw").iterdir()), folder / "lit", shard_size(index.nbytes))
+        if args.part in (None, "rows") and "litdata" not in without:
+            try:
+                apart(
+                    300,
+                    peers.write_chunks,
+                    sorted((folder / "raw").iterdir()),
+                    folder / "lit",
+                    shard_size(index.nbytes),
+                )
+            except RuntimeError as error:
+                raise SystemExit(f"There is no row of litdata, {error}; {MISSING}") from None
         with running(folder, rate=0, latency=0) as store:
             alone = pull(store, f"shards/{index.shards[0]}", int(index.shard_sizes[0]), 1.0)
             print(f"{len(index):,} samples, {index.nbytes / 1e6:.0f} MB; the link has {RATE / 1e6:.0f} MB/s and"

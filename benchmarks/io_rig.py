@@ -36,6 +36,8 @@ class Scale:
     """Of each peer."""
     windows: int = 30
     """Of a whole run."""
+    without: tuple[str, ...] = ()
+    """Peers that cannot be installed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

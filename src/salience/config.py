@@ -169,6 +169,8 @@ class TrainConfig:
     ledger: str = ""
     """A ledger (or the folder of a run that has one) to start from: what another run over the same data learnt."""
     workers: int = 2
+    auto: bool = False
+    """Measure the run and change the number of workers where that makes it faster; training stays what it is."""
     seed: int = 0
     device: str = ""
     """cpu, cuda, cuda:1, ...; empty takes the best there is."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from salience.batches import Orders, TagCollate, Tagged, Tagging, integer_targets
 from salience.config import SelectConfig
+from salience.decide import Auto, Reach, Settings
 from salience.errors import ConfigError, DataError, StateError, did_you_mean
 from salience.events import EventLog
-from salience.feed.cache import Feed
+from salience.feed.cache import Feed, memory_bytes
 from salience.feed.dataset import Decode, Fed, FeedCollate, SourceDataset
 from salience.feed.reads import Counts
 from salience.feed.source import Source
@@ -36,7 +38,7 @@ from salience.select.reference import Opinion
 from salience.select.steering import Paths
 from salience.signals.scorer import Scorer
 from salience.treat.config import Treat
-from salience.treat.dataset import Made, TreatCollate
+from salience.treat.dataset import Made, TreatCollate, Treatment
 from salience.treat.stages import Stage, as_stages, check_picklable
 from salience.treat.told import told as treatment_told
 from salience.treat.treating import Treating
@@ -78,6 +80,10 @@ class Loader(Run):
     `augment` is a list of stages that run behind the data set, in the workers (behind `decode` where there is one), with
     random numbers that depend on seed, window and sample alone. `treat` says which samples get all of them fresh: "reuse",
     "echo", "auto" or a `salience.Treat`.
+
+    `auto=True` measures the run, tries at window edges what could make it faster and was not given (workers, cache), keeps
+    what does, and logs every decision. With a `baseline` or `auto="lossy"` also what changes training: `treat` where there
+    is `augment`, and `select`. The event log of such a run as `auto` does the same again.
     """
 
     def __init__(
@@ -108,6 +114,7 @@ class Loader(Run):
         trace: str | Path | None = None,
         log: EventLog | str | Path | None = None,
         strict: bool = False,
+        auto: bool | str | Path = False,
         **dataloader: Any,
     ) -> None:
         _check_arguments(batch_size, dataloader)
@@ -124,6 +131,7 @@ class Loader(Run):
         if not 0 <= max_broken <= 1:
             raise ConfigError(f"max_broken is {max_broken}; it must be a share from 0 to 1.")
         n = _length(dataset)
+        self._auto = Auto(auto, baseline, epochs=epochs) if auto else None
         super().__init__(
             n, batch_size=batch_size, epochs=epochs, select=select, seed=seed, drop_last=drop_last, generator=generator,
             ledger=ledger, reference=reference, baseline=baseline, embeddings=embeddings, trace=trace, log=log, strict=strict,
@@ -137,23 +145,24 @@ class Loader(Run):
             ahead = workers * (dataloader.get("prefetch_factor") or 2)
             self.probe = session.probe_for(self.steps, workers, ahead)
         self._source = dataset.source if isinstance(dataset, SourceDataset) else None
+        self._options = dataloader
         self._feed: Feed | None = None
+        self._feed_options: dict[str, Any] = {"policy": cache_policy, "disk": disk, "redis": redis, "views": views}
         if cache is not None or disk is not None or redis is not None:
             if self._source is None:
                 raise ConfigError(
                     f"cache=, disk= and redis= are for a salience.Source, not for a {type(dataset).__name__}."
                 )
-            self._feed = Feed(
-                self._source, cache=cache or 0, policy=cache_policy, disk=disk, redis=redis, views=views,
-                batch_size=batch_size, workers=dataloader.get("num_workers", 0), group=self._group,
-            )  # fmt: skip
-            assert isinstance(dataset, SourceDataset)
-            dataset.handle = self._feed.handle
+            self._set_feed(cache or 0)
         self._treating: Treating | None = None
+        self._treat: Treat | None = None
+        """What may be switched on, where the user left that open."""
         if stages is not None:
+            if treat is None and self._auto is not None and self._auto.lossy:
+                self._treat = Treat("reuse", memory=min(Treat().bytes, (memory_bytes() or 0) // 4))
             workers = dataloader.get("num_workers", 0)
-            self._treating = Treating(dataset, stages, Treat.of(treat), seed=seed, workers=workers, group=self._group)
-            self._options = dataloader
+            how = self._treat or Treat.of(treat)
+            self._treating = Treating(dataset, stages, how, seed=seed, workers=workers, group=self._group)
         self._max_broken = max_broken
         self._broken: dict[int, str] = {}
         """Samples found broken so far, and why."""
@@ -173,13 +182,43 @@ class Loader(Run):
             collate = FeedCollate(self._collate)
         self._orders = Orders()
         self._worker_generator = torch.Generator()
-        self._inner: DataLoader[Any] = DataLoader(
-            Tagging(dataset if self._treating is None else self._treating.staged),
-            batch_sampler=self._orders,  # pyright: ignore[reportArgumentType]
-            collate_fn=TagCollate(collate),  # pyright: ignore[reportArgumentType]
-            generator=self._worker_generator,
-            **dataloader,
+        self._tagging, self._tag_collate = (
+            Tagging(self._treating.staged if self._treating else dataset),
+            TagCollate(collate),
         )
+        self._inner = self._make_inner(dataloader)
+        self._settings = Settings(
+            workers=self.num_workers, cache=0 if self._feed is None else max(1, self._feed.budget)
+        )
+        """Of the window in progress, as far as `auto` may change them."""
+        self._refused: dict[str, str] = {}
+        """Levers that `auto` cannot try, and why."""
+        if self._auto is not None:
+            if self._auto.lossy and select is None:
+                self._offer("default")
+            self._auto.start(self._settings, len(self))
+
+    def _make_inner(self, options: dict[str, Any]) -> DataLoader[Any]:
+        return DataLoader(
+            self._tagging,
+            batch_sampler=self._orders,  # pyright: ignore[reportArgumentType]
+            collate_fn=self._tag_collate,  # pyright: ignore[reportArgumentType]
+            generator=self._worker_generator,
+            **options,
+        )
+
+    def _set_feed(self, cache: int | str | None) -> None:
+        """Make a cache, or drop it."""
+        assert isinstance(self.dataset, SourceDataset)
+        if self._feed is not None:
+            self._feed.close()
+        self._feed = self.dataset.handle = None
+        if cache is not None:
+            self._feed = Feed(
+                self.dataset.source, cache=cache, batch_size=self.batch_size, group=self._group, **self._feed_options,
+                workers=max(self._options.get("num_workers", 0), 0 if self._auto is None else self._cores),
+            )  # fmt: skip
+            self.dataset.handle = self._feed.handle
 
     def _make_scorer(self, model: nn.Module, device: torch.device | str) -> Scorer:
         data, collate = self._inner.dataset, TagCollate(self._collate)
@@ -196,6 +235,8 @@ class Loader(Run):
             raise DataError(
                 f"The data set had {self.n} samples and now has {now}; make a new Loader when the data set changes."
             )
+        if self._auto is not None and not self._resumed:
+            self._decide(self._auto)
         # Persistent workers keep the seed of the first window, as in a plain DataLoader.
         seeds = not (self._started and self._inner.persistent_workers)
         shard = self._open_window(draws_worker_seed=seeds)
@@ -205,7 +246,13 @@ class Loader(Run):
             self._worker_generator.manual_seed(torch_seed(self.seed, WORKERS, self.epoch, self.rank))
         self._stand_ins = {}
         treatment = None if self._treating is None else self._treating.treatment(shard)
+        if treatment is not None and self._treat is not None and not self._settings.treat:
+            treatment = _undivided(treatment)
         self._orders.set(shard, self._delivered, self._begin_feed(shard), treatment)
+        if self._auto is not None and current_session() is None:
+            planned = self.watch.seconds.get("plan", 0.0) - self.watch.seconds.get("rehearsal", 0.0)
+            ahead, restarts = self.num_workers * (self._inner.prefetch_factor or 2), not self._inner.persistent_workers
+            self.probe = self._auto.open(self.steps, len(shard), ahead=ahead, planned=planned, restarts=restarts)
         for tagged in self._arriving():
             number, ids, batch, prints, ticket, _ = tagged
             if isinstance(batch, Fed):
@@ -224,15 +271,17 @@ class Loader(Run):
         self._emit_feed()
         if self._treating is not None:
             self.events.emit("treat", window=self.epoch, **self._treating.event())
+        if self._auto is not None:
+            self._auto.close(self.steps)
         self._close_window()
 
     def _arriving(self) -> Iterator[Tagged]:
         """The batches of the DataLoader inside, timed. A probe holds the next ones back and then releases them all."""
-        batches: Iterator[Tagged] = iter(self._inner)
         steps, held = self.steps, deque[Tagged]()
         try:
+            steps.ask()  # before workers start, which is part of the first wait
+            batches: Iterator[Tagged] = iter(self._inner)
             while True:
-                steps.ask()
                 if self.probe is not None and not held:
                     self.probe.check(steps)
                     if self.probe.due(steps.count):
@@ -242,10 +291,87 @@ class Loader(Run):
                     tagged = held.popleft() if held else next(batches)
                 except StopIteration:
                     return
-                steps.got(tagged.work, held=released)
+                steps.got(self._work(tagged), held=released)
                 yield tagged
+                steps.ask()
         finally:
             steps.pause()
+
+    def _work(self, tagged: Tagged) -> dict[str, float]:
+        """Seconds the batch cost its worker, by stage."""
+        if self._treating is None or not isinstance(tagged.batch, Made):
+            return tagged.work
+        seconds: list[float] = tagged.batch.note.seconds.tolist()
+        return {**dict(zip(self._stage_names, seconds, strict=False)), "collate": tagged.work.get("collate", 0.0)}
+
+    @property
+    def _stage_names(self) -> tuple[str, ...]:
+        stages = () if self._treating is None else self._treating.stages
+        return "load" if self._source is None else "fetch", *(stage.label for stage in stages)
+
+    def _decide(self, auto: Auto) -> None:
+        """Between two windows: rank 0 hears what the last one tells, and all change what is to be changed."""
+        controller = auto.controller
+        if self.rank == 0:
+            before = controller.verdict
+            decisions = auto.edge(self.epoch, self.steps, self._reach())
+            if controller.verdict is not None and controller.verdict is not before:
+                found = controller.verdict
+                self.events.emit(
+                    "verdict",
+                    window=self.epoch,
+                    bound=found.kind,
+                    cause=found.cause,
+                    share=found.share,
+                    text=found.text,
+                )
+            for decision in decisions:
+                self.events.emit("decision", **asdict(decision))
+        if self._group is not None:
+            *numbers, probing = self._group.first([*controller.settings.numbers, float(controller.probing)])
+            controller.settings, controller.probing = Settings.of(numbers), bool(probing)
+        if controller.settings != self._settings or not self._started:
+            self._apply(controller.settings)
+            self.events.emit("settings", window=self.epoch, **asdict(controller.settings))
+
+    def _apply(self, settings: Settings) -> None:
+        """Change what differs; only between two windows."""
+        before, self._settings = self._settings, settings
+        if settings.cache != before.cache:
+            self._set_feed(settings.cache or None)
+        if (settings.workers, settings.cache) != (before.workers, before.cache):
+            self._inner = self._make_inner({**self._options, "num_workers": settings.workers})
+        if settings.select != before.select:
+            self._selecting(settings.select)
+
+    def _reach(self) -> Reach:
+        """What `auto` can switch: what the user left open, and has given what it takes."""
+        cores, room = self._cores, memory_bytes()
+        if not self._options.get("num_workers", 0):
+            cores, self._refused["num_workers"] = (
+                0,
+                ("it is 0, and what a data set has opened in this process may not survive a fork; pass num_workers=1"),
+            )
+        cache, share = 0, 1.0
+        if self._source is not None and room is not None and not self._settings.cache:
+            whole = int(self._source.sizes.sum())
+            cache = min(whole, room // 4)
+            share = cache / max(1, whole)
+        reusable: tuple[str, ...] = ()
+        if self._treat is not None and self._treating is not None and self._treating.split is not None:
+            reusable = self._stage_names[: self._treating.split.stages + 1]
+        return Reach(cores=cores, cache=cache, share=share, reusable=reusable, keep=self._kept, refused=self._refused)
+
+    @property
+    def _cores(self) -> int:
+        """That a rank's workers may have."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(1, cores // (1 if self._group is None else len(self._group.node_ranks)))
+
+    def evaluated(self, metric: float, **more: float) -> None:
+        super().evaluated(metric, **more)
+        if self._auto is not None:
+            self._auto.controller.hear(float(metric), self.progress)
 
     def _know(self, source: Source) -> None:
         """What the index tells before anything is read: classes, sizes, byte copies."""
@@ -262,6 +388,11 @@ class Loader(Run):
             return plan
         with self.watch("rehearsal"):
             said, counts = self._treating.begin(self._options)
+        if self._treat is not None:  # nobody asked for it: whatever is said is a reason not to try it
+            if said:
+                self._refused['treat="reuse"'] = said[-1]
+            self._treating.config = self._treat if self._settings.treat else replace(self._treat, kind="fresh")
+            said = []
         for text in said:
             if self._strict:
                 raise ConfigError(text)
@@ -380,9 +511,18 @@ class Loader(Run):
             state["resident"] = torch.from_numpy(kept.astype(np.int64))
         if self._treating is not None:
             state["treat"] = self._treating.state_dict()
+        if self._auto is not None:
+            state["auto"] = self._auto.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.get("auto") is not None:
+            if self._auto is None:
+                raise StateError(
+                    "The state was saved with auto, whose settings this Loader lacks; resume with the same auto=."
+                )
+            self._auto.load_state_dict(state["auto"])
+            self._apply(self._auto.controller.settings)
         if self._treating is not None:
             self._treating.load_state_dict(state.get("treat"))
         elif state.get("treat") is not None:
@@ -392,6 +532,11 @@ class Loader(Run):
         self._broken = dict(zip(broken["ids"], broken["reasons"], strict=True))
         if self._feed is not None and state.get("resident") is not None:
             self._feed.restore(state["resident"].numpy())
+
+
+def _undivided(treatment: Callable[[slice], Treatment]) -> Callable[[slice], Treatment]:
+    """The same without a split, whose two sides draw apart: as if reuse had never been thought of."""
+    return lambda span: treatment(span)._replace(split=0, size=0)
 
 
 def _length(dataset: Any) -> int:

@@ -111,7 +111,7 @@ class Training:
         log.listen(_say_warning)
         loader = Loader(
             self.data.train, config.batch_size, epochs=config.epochs, select=config.select or None, seed=config.seed,
-            ledger=checkpoint.ledger_file(config.ledger) if config.ledger and fresh else None, log=log,
+            ledger=checkpoint.ledger_file(config.ledger) if config.ledger and fresh else None, log=log, auto=config.auto,
             # Not persistent: when observing, a resumed shuffle would then draw other numbers; and a Loader is part of
             # reference cycles, whose collection waits five seconds for each worker that is still there.
             **self._workers(persistent=False),

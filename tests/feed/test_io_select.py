@@ -75,7 +75,7 @@ def test_plans_take_what_is_resident_and_cover_everything(folder):
     notes = [f for e in loader.events.recent if e["kind"] == "plan" for f in e["filters"] if f["name"] == "fetch"]
     assert len(notes) == EPOCHS - 2  # everything in the first window and the last
     assert sum(f["dropped"] for f in notes) > 20
-    assert set(sum(seen, [])) == set(range(N))
+    assert {i for batch in seen for i in batch} == set(range(N))
     feed = [e for e in loader.events.recent if e["kind"] == "feed"][-1]
     assert feed["cache"]["bytes_sent"] < feed["cache"]["never_evict_bytes"] < feed["cache"]["bytes"]
     assert feed["cache"]["bound_bytes"] <= feed["cache"]["bytes_used"]
@@ -99,6 +99,10 @@ def test_shards_over_http_with_workers(folder):
     with Server({p.relative_to(packed).as_posix(): p.read_bytes() for p in packed.rglob("*") if p.is_file()}) as server:
         loader = make(server.url, num_workers=2)
         sent = server.bytes
-        assert set(sum(go(loader), [])) == set(range(N))
-        assert server.bytes - sent == loader.dataset.source.stats.bytes_sent
+        assert {i for batch in go(loader) for i in batch} == set(range(N))
+        stats = (
+            loader.dataset.source.stats
+        )  # of a request that was doubled, the answer that came too late is not counted
+        assert stats.bytes_sent <= server.bytes - sent
+        assert stats.bytes_sent == server.bytes - sent or stats.hedged
         assert "the store sent" in loader.report()

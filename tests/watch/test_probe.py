@@ -131,27 +131,18 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("load", "loop", "kind"), [("0.002", "0.0", "Input-bound"), ("0.0", "0.03", "Compute-bound")])
-def test_profile_names_what_holds_a_script_back(script, load, loop, kind, tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "salience",
-        "profile",
-        str(script),
-        "--probes",
-        "1",
-        "--json",
-        "p.json",
-        "--",
-        load,
-        loop,
-    ]
+@pytest.mark.parametrize(("load", "loop", "not_bound_by"), [("0.003", "0.0", "compute"), ("0.0", "0.03", "input")])
+def test_profile_names_what_holds_a_script_back(script, load, loop, not_bound_by, tmp_path):
+    """On a machine that does other things too a loop of sleeps may wait a little: the verdict is then "mixed"."""
+    options = ["--probes", "1", "--json", "p.json", "--", load, loop]
+    command = [sys.executable, "-m", "salience", "profile", str(script), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(kind), done.stdout
     assert "came to its end" not in done.stdout
-    assert json.loads((tmp_path / "p.json").read_text())["verdict"]["kind"] == kind.split("-")[0].lower()
+    found = json.loads((tmp_path / "p.json").read_text())
+    assert done.stdout.startswith(found["verdict"]["text"])
+    assert found["verdict"]["kind"] != not_bound_by
+    assert (found["costs"]["input"] > found["costs"]["compute"]) == (not_bound_by == "compute")
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ HELP = {
     "select": "preset or TOML file that says which samples to train on; without it, all",
     "ledger": "ledger, or folder of a run, to start from what it learnt",
     "workers": "processes that decode images",
+    "auto": "measure the run and keep what makes it faster; training stays what it is",
     "seed": "same seed, same run",
     "device": "cpu, cuda, cuda:1, ...; without it, the best there is",
     "out": "folder for checkpoints, ledger and event log",

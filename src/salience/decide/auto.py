@@ -24,7 +24,9 @@ class Auto:
 
     def __init__(self, what: bool | str | Path, baseline: Paths | None, *, epochs: int | None) -> None:
         if epochs is None:
-            raise ConfigError("auto needs epochs=: the number of passes you will make, so that trials stay a small share.")
+            raise ConfigError(
+                "auto needs epochs=: the number of passes you will make, so that trials stay a small share."
+            )
         self._epochs = epochs
         self._recorded = recorded(what) if isinstance(what, (str, Path)) and what != "lossy" else None
         self._histories = [] if baseline is None else read_histories(baseline)

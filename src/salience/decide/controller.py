@@ -1,8 +1,8 @@
 """Adopt, then verify: a state machine that is asked once at every window's edge.
 
-    measure -> try the best lever -> keep: measure again
-       ^                          -> undo: try the next
-       +-- the step time drifts by more than DRIFT
+measure -> try the best lever -> keep: measure again
+   ^                          -> undo: try the next
+   +-- the step time drifts by more than DRIFT
 """
 
 from __future__ import annotations
@@ -136,7 +136,9 @@ class Controller:
         if self._undone.get(option.name) == self._cause:
             return "it was undone, and what holds the run back is still the same"
         if self._spent + needed > TRIALS * self._windows:
-            return f"its trial takes {needed} windows, more than are left of the {TRIALS:.0%} of all that trials may take"
+            return (
+                f"its trial takes {needed} windows, more than are left of the {TRIALS:.0%} of all that trials may take"
+            )
         if window + 2 * needed > self._windows:
             return "too few windows are left for a trial to pay"
         return ""
@@ -241,8 +243,7 @@ def _flat(trial: Trial) -> dict[str, Any]:
 
 
 def _trial(state: Mapping[str, Any]) -> Trial:
-    option = state["option"]
-    return Trial(**{
-        **state, "option": Option(**{**option, "settings": Settings(**option["settings"])}),
-        "base": Settings(**state["base"]), "off": tuple(state["off"]), "on": tuple(state["on"]),
-    })  # fmt: skip
+    option: dict[str, Any] = {**state["option"], "settings": Settings(**state["option"]["settings"])}
+    parts: dict[str, Any] = {**state, "option": Option(**option), "base": Settings(**state["base"])}
+    parts |= {"off": tuple(state["off"]), "on": tuple(state["on"])}
+    return Trial(**parts)

@@ -31,7 +31,9 @@ from salience.feed.tiers import Tier
 Ids = npt.NDArray[np.int64]
 
 POLL, IDLE = 0.002, 0.5
-"""Seconds between two looks at what the ranks are done with, four times that where it is little; and with nothing to do."""
+"""Seconds between two looks at what the ranks are done with; and where there is nothing to do."""
+AT_ONCE = 0.01
+"""Seconds that batches are staged for before the first of them is handed on."""
 WRITES = 64 * 1024 * 1024
 """Bytes that wait to be written to slower tiers; beyond, they are not."""
 LAST_WRITES = 3.0
@@ -65,8 +67,8 @@ class Limits:
     most: int
     along: int
     """For neighbours in a shard that are wanted later in the window and are read along."""
-    package: int = 8 * 1024 * 1024
-    """Bytes of one such range."""
+    package: int = 256 * 1024
+    """Bytes of one such range: a batch waits for what is read along with it."""
 
 
 def horizon(bandwidth: float, latency: float, limits: Limits) -> int:
@@ -165,7 +167,7 @@ class Feeder:
                 return
 
     async def _pump(self, parent: int | None) -> None:
-        checked, pause = time.monotonic(), POLL
+        checked = time.monotonic()
         while True:
             self._wake.clear()
             while self._inbox:
@@ -175,12 +177,14 @@ class Feeder:
                 self._over = self._over or os.getppid() != parent
             if self._over:
                 break
-            pause = POLL if self._release() else min(2 * pause, 4 * POLL)
+            self._release()
             self._advance()
             self._publish()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), pause if self._todo or any(self._ahead) else IDLE)
-        self.shared.fail("The first rank of this node has ended, which reads for all; let it wait for the others.")
+                await asyncio.wait_for(self._wake.wait(), POLL if self._todo or any(self._ahead) else IDLE)
+        self.shared.fail(
+            "Reading was ended by a signal or by the first rank of this node; let that wait for the others."
+        )
         for task in self._reads:
             task.cancel()
         if self._writes:
@@ -240,10 +244,10 @@ class Feeder:
             self._tidy(i)
 
     def _advance(self) -> None:
-        """Stage batches as far as the horizon and the room allow; not so many that those staged would have to wait."""
+        """Stage batches as far as the horizon and the room allow."""
         if self._failed:
             return
-        far, until = horizon(*self._link(), self.limits), time.monotonic() + POLL
+        far, until = horizon(*self._link(), self.limits), time.monotonic() + AT_ONCE
         self.shared.counters[AT["horizon"]] = far
         while self._todo:
             if time.monotonic() > until:
@@ -499,14 +503,12 @@ class Feeder:
         self._tidy(i)
         self._wake.set()
 
-    def _release(self) -> bool:
-        """Unpin the batches whose rank is done with them; whether there were any."""
-        before = sum(map(len, self._ahead))
+    def _release(self) -> None:
+        """Unpin the batches whose rank is done with them."""
         for rank, batches in enumerate(self._ahead):
             done = int(self.shared.done[rank])
             while batches and batches[0].ticket < done:
                 self._unpin(batches.popleft())
-        return sum(map(len, self._ahead)) < before
 
     def _unpin(self, batch: _Batch) -> None:
         self._owed -= batch.owed

@@ -54,6 +54,8 @@ class Base:
     steps: Steps
     _config: SelectConfig | Trace | None
     _pipeline: Pipeline | None
+    _offered: tuple[SelectConfig, Pipeline] | None
+    """A selection that is not the user's and may be switched on."""
     _group: Group | None
     _ledger: Ledger
     _recorder: Recorder
@@ -97,7 +99,7 @@ class Base:
             self._warn(text)
 
     def _describe(self) -> str:
-        if self._config is None:
+        if self._config is None or self._offered is not None:
             return "observe"
         if isinstance(self._config, Trace):
             return "trace"

@@ -99,6 +99,7 @@ class Windows(Losses):
         self._recorder = Recorder(self._ledger, self._group)
         self._reference = None if reference is None else reference_of(reference, n)
         self._pipeline: Pipeline | None = None
+        self._offered = None
         self._steering: Steering | None = None
         if isinstance(self._config, SelectConfig):
             self._pipeline = Pipeline(
@@ -150,6 +151,30 @@ class Windows(Losses):
                 'keep = "auto" has no baseline and stays at its default curve; pass baseline= the event log(s) of earlier '
                 "runs that called loader.evaluated(metric)."
             )
+
+    def _offer(self, select: Select) -> None:
+        """Have a selection ready that can be switched on between two windows."""
+        config = resolve(select)
+        assert isinstance(config, SelectConfig)
+        warning = functools.partial(warn, self.events)
+        self._offered = config, Pipeline(config, reference=self._reference, strict=self._strict, warn=warning)
+        if self._copies is None:
+            self._pipeline = self._offered[1]
+            self._copies, self._pipeline = self._make_search(None), None
+
+    def _selecting(self, on: bool) -> None:
+        """Switch it."""
+        assert self._offered is not None
+        self._config, self._pipeline = self._offered if on else (None, None)
+        self._checked_needs = False
+        self._shuffle_state = self._generator.get_state()  # where plain windows go on
+
+    @property
+    def _kept(self) -> list[float]:
+        """Share of the samples that the selection on offer would visit, by window."""
+        if self._offered is None or self.epochs is None:
+            return []
+        return [self._offered[1].budget(w, self.epochs, self.n) / self.n for w in range(self.epochs)]
 
     def _warm_start(self, known: Ledger) -> None:
         """Take over what another run learnt; windows of that run mean nothing here."""

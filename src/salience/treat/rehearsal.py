@@ -132,7 +132,7 @@ def _kept(value: Any) -> tuple[int, float]:
     try:
         size = stored_bytes(value)
     except Exception:  # what cannot be taken apart is never kept
-        return 1 << 62, 0.0
+        return 1 << 61, 0.0
     slots = Slots(size)
     slots.put(0, size, 0, 0, value)  # pages are there from now on
     begin = perf_counter()

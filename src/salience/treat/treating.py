@@ -97,13 +97,14 @@ class Treating:
         # Echo keeps few at a time, whatever the number of samples.
         n = 1 if self.config.kind == "echo" else self.n
         keeping = found.keeping if wanted is None else np.zeros(len(self.stages))
-        k = choose_split(found.seconds, keeping, found.sizes, allowed, memory=self.config.bytes, n=n)
+        sizes = found.sizes + np.maximum(SLACK, found.sizes // 16)
+        sizes += -sizes % 64
+        k = choose_split(found.seconds, keeping, sizes, allowed, memory=self.config.bytes, n=n)
         if k is None:
             little = "no intermediate fits into its memory, or keeping one costs more than it saves"
             reason = why if not allowed.any() else f"{little}, and {why}" if why else little
             return [*said, f"treat={self.config.kind!r} does nothing: {reason}."]
-        largest = int(found.sizes[k])
-        size = -(-(largest + max(SLACK, largest // 16)) // 64) * 64
+        size = int(sizes[k])
         self.split = Split(stages=k, size=size, slots=min(self.config.bytes // size, self.n))
         return said
 
