@@ -6,7 +6,7 @@
   save (treat_overhead); reuse with r_max 4 by importance (throughput_vs_plain: the whole run with its first windows; `steady`:
   without the first two); the same with all samples alike, and with the deterministic stages alone. `processor`: the ratio of
   processor seconds over all processes, which hardly depends on what else the machine does.
-- echo: reading takes 5 ms a sample in each of two workers, a small network learns glyphs. Echo makes a quarter more steps and
+- echo: reading takes 10 ms a sample in each of two workers, a small network learns glyphs. Echo makes a quarter more steps and
   reads a fraction of the samples: seconds until the accuracy that always reading ends with, less 0.3 points, is reached
   (echo_speedup; 0 = not reached).
 - accuracy (needs a GPU and CIFAR-10): ResNet-9 on the device. Reuse is emulated by its effect: draws of the stage before the
@@ -213,12 +213,12 @@ def learn(treat: Treat | None, n: int, windows: int, seed: int) -> tuple[list[fl
     """Seconds of training and accuracy on the test images, after each window."""
     train, test = render(n, copies=0, wrong=0), render(2000, copies=0, wrong=0, split="test")
     loader = salience.Loader(
-        Remote(train.images, train.labels, 0.005), 25, epochs=windows, augment=[shift], treat=treat, seed=seed,
+        Remote(train.images, train.labels, 0.01), 25, epochs=windows, augment=[shift], treat=treat, seed=seed,
         num_workers=WORKERS, persistent_workers=True,
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = build("mlp", 10, channels=1)
+        model = build("cnn", 10, channels=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9, nesterov=True)
     schedule = salience.ProgressLR(optimizer, loader)
     seconds, accuracy, spent = [], [], 0.0
@@ -246,7 +246,7 @@ def echo(n: int, windows: int, seeds: int) -> dict[str, Any]:
     speedups, gaps, read, views = [], [], [], []
     for seed in range(seeds):
         always, reached, _ = learn(None, n, windows, seed)
-        some, gained, loader = learn(Treat("echo"), n, round(1.25 * windows), seed)
+        some, gained, loader = learn(Treat("echo", distance=1), n, round(1.25 * windows), seed)
         target = reached[-1] - 0.3
         when = next((s for s, a in zip(some, gained, strict=True) if a >= target), float("inf"))
         before = next(s for s, a in zip(always, reached, strict=True) if a >= target)
@@ -370,7 +370,7 @@ def main() -> None:
     torch.set_num_threads(1)
     found = reuse(160, 8) if given.quick else reuse(320, 24)
     print(json.dumps(found), flush=True)
-    found |= echo(1000, 8, 1) if given.quick else echo(1500, 16, 3)
+    found |= echo(1000, 6, 1) if given.quick else echo(1500, 12, 3)
     print(json.dumps(found))
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from salience.batches import Orders, TagCollate, Tagged, Tagging, integer_targets
 from salience.config import SelectConfig
 from salience.decide import Auto, Reach, Settings
-from salience.errors import ConfigError, DataError, StateError, did_you_mean
+from salience.errors import ConfigError, DataError, SalienceError, StateError, did_you_mean
 from salience.events import EventLog
 from salience.feed.cache import Feed, memory_bytes
 from salience.feed.dataset import Decode, Fed, FeedCollate, SourceDataset
@@ -330,9 +330,17 @@ class Loader(Run):
         if self._group is not None:
             *numbers, probing = self._group.first([*controller.settings.numbers, float(controller.probing)])
             controller.settings, controller.probing = Settings.of(numbers), bool(probing)
-        if controller.settings != self._settings or not self._started:
+        if controller.settings == self._settings and self._started:
+            return
+        before = self._settings
+        try:
             self._apply(controller.settings)
-            self.events.emit("settings", window=self.epoch, **asdict(controller.settings))
+        except (SalienceError, OSError) as cause:
+            if self._strict or self._group is not None:  # other ranks may have done it
+                raise
+            self.events.emit("decision", **asdict(controller.failed(self.epoch, before, str(cause))))
+            self._apply(before)
+        self.events.emit("settings", window=self.epoch, **asdict(controller.settings))
 
     def _apply(self, settings: Settings) -> None:
         """Change what differs; only between two windows."""

@@ -84,6 +84,18 @@ def test_exact_levers_leave_every_batch_as_it_was(folder, tmp_path):
     assert fed[3] > 0  # the cache was there, and was used
 
 
+def test_what_cannot_be_switched_is_undone_and_training_goes_on(folder, tmp_path):
+    options: dict[str, Any] = {"decode": decode, "with_ids": True, "epochs": 3}
+    path = script(tmp_path, w1=Settings(cache=-5), w2=Settings())
+    loader = salience.Loader(salience.Source(folder), 8, auto=path, log=tmp_path / "log", **options)
+    assert same(go(loader, 3), go(salience.Loader(salience.Source(folder), 8, **options), 3))
+    undone = next(event for event in read(tmp_path / "log") if event["kind"] == "decision")
+    assert undone["action"] == "undo"
+    assert "cache is -5 bytes" in undone["reason"]
+    with pytest.raises(ConfigError, match="-5"):
+        go(salience.Loader(salience.Source(folder), 8, auto=path, strict=True, **options), 3)
+
+
 def slow(x: torch.Tensor) -> torch.Tensor:
     time.sleep(0.0005)
     return x + torch.rand(())

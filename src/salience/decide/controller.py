@@ -66,7 +66,7 @@ class Controller:
         self._undone: dict[str, str] = {}
         """Lever -> the verdict under which it was undone."""
         self._banned: set[str] = set()
-        """Lossy levers under which the metric left the baseline's band."""
+        """Levers that are never tried again: under them the metric left the baseline's band, or they failed."""
         self._proven: set[str] = set()
         """Those under which it did not."""
         self._said: set[str] = set()
@@ -128,7 +128,7 @@ class Controller:
         """Why a lever is not tried; nothing where it may be."""
         needed = windows_needed(option)
         if option.name in self._banned:
-            return "the metric left the baseline's band with it"
+            return "it was undone for good"
         if option.predicted < WORTH:
             return f"it could gain less than {WORTH}x"
         if not option.exact and not self._lossy:
@@ -183,6 +183,13 @@ class Controller:
         self.probing = True
         reason = f"the metric left the baseline's band: {where}"
         return [Decision(window=window, lever=name, action="undo", reason=reason) for name in on]
+
+    def failed(self, window: int, before: Settings, why: str) -> Decision:
+        """What was to be switched could not be: everything stays as it was before."""
+        name = "settings" if self._trial is None else self._trial.option.name
+        self._banned.add(name)
+        self._trial, self.settings = None, before
+        return Decision(window=window, lever=name, action="undo", reason=f"it could not be switched: {why}")
 
     @property
     def _cause(self) -> str:
