@@ -137,6 +137,23 @@ def cpu(windows: int, *, lossy: bool = False) -> Generator[Regime]:
 # ---------------------------------------------------------------- compute
 
 
+class Rows(Dataset[Any]):
+    """Whole batches of a tensor, so that input costs next to nothing."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitems__(self, ids: list[int]) -> Any:
+        return self.data[ids]
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
 class Learner:
     """A network that is large for one core, and how well it does."""
 
@@ -147,14 +164,17 @@ class Learner:
                 nn.Linear(256, 1536), nn.ReLU(), nn.Linear(1536, 1536), nn.ReLU(), nn.Linear(1536, 10)
             )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        self.schedule: salience.ProgressLR | None = None
         self.test = test
 
     def __call__(self, loader: Any, x: Tensor, y: Tensor) -> None:
+        self.schedule = self.schedule or salience.ProgressLR(self.optimizer, loader)
         logits = self.model(x)
         loss = loader.loss(F.cross_entropy(logits, y, reduction="none"), logits, y)
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
+        self.schedule.step()
 
     def accuracy(self) -> float:
         x, y = self.test.tensors
@@ -167,14 +187,14 @@ def clouds(n: int, seed: int) -> TensorDataset:
     centre = torch.randn(10, 256, generator=torch.Generator().manual_seed(7))
     g = torch.Generator().manual_seed(seed)
     y = torch.randint(10, (n,), generator=g)
-    return TensorDataset(0.16 * centre[y] + torch.randn(n, 256, generator=g), y)
+    return TensorDataset(0.2 * centre[y] + torch.randn(n, 256, generator=g), y)
 
 
 @contextmanager
 def compute(windows: int, *, lossy: bool = False) -> Generator[Regime]:
     train, test = clouds(2048, 0), clouds(4000, 1)
     yield Regime(
-        data=lambda: train, batch=64, step=lambda: Learner(test), options={"num_workers": 1},
+        data=lambda: Rows(train), batch=64, step=lambda: Learner(test), options={"num_workers": 1, "collate_fn": as_it_is},
         best={"select": "default"} if lossy else {}, auto="lossy" if lossy else True,
         bound="compute", cause="", test=lambda step: step.accuracy(),  # pyright: ignore[reportFunctionMemberAccess]
     )  # fmt: skip

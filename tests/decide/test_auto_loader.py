@@ -199,6 +199,20 @@ def test_lossy_levers_need_a_baseline_or_leave(problem, tmp_path):
     assert salience.Loader(problem, 10, epochs=3, auto=True, baseline=tmp_path)._offered is not None
 
 
+def test_a_lossy_lever_is_rolled_back_when_the_metric_leaves_the_baselines_band(tmp_path):
+    log = EventLog(tmp_path / "run.jsonl")
+    for k in range(4):
+        log.emit("evaluated", metric=0.9, progress=k / 3, window=k)
+    options: dict[str, Any] = {"epochs": 12, "with_ids": True, "auto": True, "baseline": tmp_path}
+    loader = salience.Loader(Waiting(0.0002), 5, log=tmp_path / "log", **options)
+    go(loader, 12)  # which reports 0.5
+    said = [event for event in read(tmp_path / "log") if event["kind"] == "decision" and event["action"] != "skip"]
+    assert [event["action"] for event in said] == ["try", "undo"]
+    assert "left the baseline's band: 0.5" in said[1]["reason"]
+    visits = [event["picked"] for event in read(tmp_path / "log") if event["kind"] == "plan"]
+    assert [window for window, count in enumerate(visits) if count < 100] == [said[0]["window"]]
+
+
 @pytest.mark.parametrize(
     ("auto", "epochs", "said"), [(True, None, "needs epochs="), ("lossi", 3, "'lossy' or the event log")]
 )

@@ -179,10 +179,15 @@ def test_a_resumed_controller_goes_on_where_it_was():
     assert len(set(used)) > 2
 
 
-def test_a_window_that_was_broken_off_decides_nothing():
-    auto = controller()
-    assert auto.edge(1, None, Reach(cores=2)) == []
+def test_a_window_that_was_broken_off_decides_nothing_and_a_second_one_ends_a_trial():
+    auto, reach = controller(), Reach(cores=1, cache=1 << 20)
+    assert auto.edge(1, None, reach) == []
     assert auto.probing
+    assert actions(auto.edge(2, Machine({"fetch": 0.1}).seen(1, auto.settings), reach)) == [("try", "cache")]
+    assert auto.edge(3, None, reach) == []
+    assert auto.settings.cache
+    assert actions(auto.edge(4, None, reach)) == [("undo", "cache")]
+    assert auto.settings == Settings(workers=1)
 
 
 def test_a_run_is_replayed_from_its_log(tmp_path):

@@ -103,4 +103,4 @@ def test_a_window_is_seen_without_its_probe_and_with_the_start_of_its_workers():
     found = look(probed, first=False, restarts=True, **usual)
     assert found.seconds == pytest.approx(50 * 0.12 + 0.5 + 1.0)
     assert (found.costs.input, found.costs.compute) == pytest.approx((0.04, 0.1))
-    assert look(plain[:10], first=False, restarts=True, **usual) is None
+    assert look(plain[:4], first=False, restarts=True, **usual) is None

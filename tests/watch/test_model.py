@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from salience.watch.model import Costs, Lever, ceiling, combined, fitted, levers, verdict
+from salience.watch.model import Costs, Lever, ceiling, combined, fitted, levers, more_workers, verdict
 
 
 def costs(**changed) -> Costs:
@@ -63,6 +63,27 @@ def test_an_exact_lever_is_named_before_a_lossy_one():
     assert {c.lever.name for c in ceilings} >= {"cache=", 'select="io"', 'treat="reuse"', 'select="default"'}
     assert "Try: cache=" in verdict(bound, ceilings).text
     assert "num_workers" not in verdict(bound, ceilings).text  # there are no more cores
+
+
+def test_waits_for_workers_that_are_far_ahead_are_no_verdict_on_the_input():
+    found = verdict(costs(wait=0.03, compute=0.07, work={"load": 0.004}, workers=1))
+    assert found.kind == "compute"
+    assert "handing batches over" in found.text
+    assert (
+        verdict(costs(wait=0.03, compute=0.07, work={"load": 0.004}, workers=0)).kind == "input"
+    )  # they are not beside
+
+
+def test_a_loop_that_is_slower_alone_promises_nothing():
+    assert "cost nothing: 1.00x" in verdict(costs(step=0.1, wait=0.03, compute=0.12)).text
+
+
+def test_as_many_workers_are_advised_as_keep_pace():
+    lever = more_workers(costs(compute=0.06, work={"decode": 0.16}, workers=1), cores=8)
+    assert lever is not None
+    assert lever.name == "num_workers=3"
+    assert more_workers(costs(compute=0.06, work={"decode": 0.16}, workers=3), cores=8) is None
+    assert more_workers(costs(compute=0.0, work={"decode": 0.16}, workers=2), cores=2) is None
 
 
 def test_between_the_bands_it_says_partly_and_zeroes_are_no_trouble():

@@ -83,12 +83,12 @@ class Controller:
             self._heard = metric, progress
 
     def edge(self, window: int, seen: Seen | None, reach: Reach) -> list[Decision]:
-        """`window` begins; `seen` is the one before it, None where it was not whole."""
-        if seen is None:
-            return []
+        """`window` begins; `seen` is the one before it, None where it was not whole or too short."""
         said = self._guard(window)
         if any(decision.action == "undo" for decision in said):  # this window says nothing of what comes
             return said
+        if seen is None:
+            return said + self._blind(window)
         if self._trial is not None:
             return said + self._judge(window, seen, self._trial)
         if self.probing:
@@ -160,6 +160,18 @@ class Controller:
         if kept and not trial.option.exact and trial.option.name not in self._proven:
             reason += "; quality unproven"
         return [_decided(window, trial.option, "keep" if kept else "undo", trial.gain, reason)]
+
+    def _blind(self, window: int) -> list[Decision]:
+        """A window was not measured; a trial that this happens to twice is over."""
+        if self._trial is None:
+            return []
+        self._trial = trial = replace(self._trial, unseen=self._trial.unseen + 1, windows=self._trial.windows + 1)
+        if trial.unseen < 2:
+            return []
+        self._trial, self.settings = None, trial.base
+        self._spent += trial.windows
+        self._undone[trial.option.name] = self._cause
+        return [_decided(window, trial.option, "undo", None, "its windows were too short or broken off")]
 
     def _guard(self, window: int) -> list[Decision]:
         """Undo lossy levers when the metric is under the baseline's band at equal progress."""

@@ -14,7 +14,7 @@ from salience.watch.steps import Step
 DROPPED = 4
 """First steps of a window whose computing does not count: something may just have been switched."""
 BLOCKS = 8
-LEAST = 8
+LEAST = 4
 """Steps below which a window says nothing."""
 
 
@@ -53,13 +53,13 @@ def look(
         ready = ahead if step.held else ready - 1
         if not step.held and ready < 0:
             natural.append(step)
-    dropped = WARM if first else DROPPED
+    dropped = min(WARM if first else DROPPED, len(natural) // 4)
     body = natural[dropped:]
     if len(body) < LEAST:
         return None
     each = np.array([step.wait + step.busy for step in body])
     waits = sum(step.wait for step in natural[:dropped]) - dropped * float(np.mean([step.wait for step in body]))
-    blocks = np.array_split(each, min(BLOCKS, len(each) // 4))
+    blocks = np.array_split(each, min(BLOCKS, len(each) // 2))
     return Seen(
         seconds=float(each.mean()) * batches + lead + (max(0.0, waits) if restarts else 0.0),
         step=float(each.mean()),

@@ -57,7 +57,9 @@ class Trial:
     """Seconds of windows; of a lever that remembers, those of the parts of one window."""
     filled: bool = False
     windows: int = 0
-    """That it has taken so far."""
+    """That it has taken so far,"""
+    unseen: int = 0
+    """and those of them that could not be measured."""
 
     @classmethod
     def of(cls, option: Option, base: Settings, seen: Seen) -> Trial:

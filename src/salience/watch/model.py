@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 FINE, BOUND = 0.05, 0.20
 """Shares of a step spent waiting for input: below the first all is well, above the second the run is input-bound."""
+AHEAD = 0.5
+"""Workers that need less than this share of the loop's time are ahead of it: what wait is left is for handing batches over."""
 WORTH = 1.05
 """Levers that promise less are not worth trying."""
 STEEPEST = 16.0
@@ -151,8 +153,9 @@ def more_workers(costs: Costs, cores: int) -> Lever | None:
 def verdict(costs: Costs, ceilings: Sequence[Ceiling] = ()) -> Verdict:
     """One sentence."""
     waiting = costs.waiting
-    kind = "compute" if waiting < FINE else "input" if waiting > BOUND else "mixed"
     total = sum(costs.work.values())
+    ahead = costs.workers > 0 and 0 < total / costs.workers < AHEAD * costs.compute
+    kind = "compute" if waiting < FINE or ahead else "input" if waiting > BOUND else "mixed"
     cause, share = "the loader", 1.0
     if kind == "compute":
         cause = "backward" if costs.backward > costs.forward else "forward"
@@ -168,7 +171,9 @@ def verdict(costs: Costs, ceilings: Sequence[Ceiling] = ()) -> Verdict:
         "compute": f"Compute-bound: the accelerator waits {waiting:.0%} of each step (utilisation {1 - waiting:.0%})",
     }[kind]
     why = f"; {cause} causes {share:.0%} of the wait" if kind != "compute" else ""
-    gain = _ratio(costs.step, costs.compute) if kind != "compute" else 1.0
+    if kind == "compute" and waiting >= FINE:
+        why = "; workers are ahead, the wait is for handing batches over"
+    gain = max(1.0, _ratio(costs.step, costs.compute)) if kind != "compute" else 1.0
     limit = f". Ceiling if input cost nothing: {gain:.2f}x" if kind != "compute" else ""
     advice = "" if best is None else f". Try: {best.lever.name} (at most {best.speedup:.2f}x)"
     return Verdict(kind=kind, cause=cause, share=share, text=f"{head}{why}{limit}{advice}.")
