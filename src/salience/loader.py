@@ -196,7 +196,7 @@ class Loader(Run):
         if self._auto is not None:
             if self._auto.lossy and select is None:
                 self._offer("default")
-            self._auto.start(self._settings, len(self))
+            self._auto.start(self._settings, len(self), decides=self.rank == 0)
 
     def _make_inner(self, options: dict[str, Any]) -> DataLoader[Any]:
         return DataLoader(
@@ -354,12 +354,12 @@ class Loader(Run):
 
     def _reach(self) -> Reach:
         """What `auto` can switch: what the user left open, and has given what it takes."""
-        cores, room = self._cores, memory_bytes()
-        if not self._options.get("num_workers", 0):
-            cores, self._refused["num_workers"] = (
-                0,
-                ("it is 0, and what a data set has opened in this process may not survive a fork; pass num_workers=1"),
+        moves, room = self._options.get("num_workers", 0) > 0, memory_bytes()
+        if not moves:
+            self._refused["num_workers"] = (
+                "it is 0, and what a data set has opened in this process may not survive a fork; pass num_workers=1"
             )
+        cores = self._cores if moves else 0
         cache, share = 0, 1.0
         if self._source is not None and room is not None and not self._settings.cache:
             whole = int(self._source.sizes.sum())

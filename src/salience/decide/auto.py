@@ -29,8 +29,8 @@ class Auto:
             )
         self._epochs = epochs
         self._recorded = recorded(what) if isinstance(what, (str, Path)) and what != "lossy" else None
-        self._histories = [] if baseline is None else read_histories(baseline)
-        self.lossy = what == "lossy" or bool(self._histories)
+        self._baseline = baseline
+        self.lossy = what == "lossy" or baseline is not None
         """Whether levers that change training may be tried."""
         if self._recorded is not None:
             self.lossy = any(settings.lossy for settings in self._recorded.values())
@@ -42,13 +42,14 @@ class Auto:
         self._planned = self._lead = 0.0
         self._restarts, self._whole, self._first = True, False, True
 
-    def start(self, settings: Settings, batches: int) -> None:
-        """Begin with these, in windows of `batches`."""
+    def start(self, settings: Settings, batches: int, *, decides: bool = True) -> None:
+        """Begin with these, in windows of `batches`; the rank that decides reads the baseline."""
         if self._recorded is not None:
             self.controller = Replay(settings, self._recorded)
             return
+        histories = read_histories(self._baseline) if self._baseline is not None and decides else ()
         self.controller = Controller(
-            settings, windows=self._epochs, batches=self._epochs * batches, lossy=self.lossy, histories=self._histories
+            settings, windows=self._epochs, batches=self._epochs * batches, lossy=self.lossy, histories=histories
         )
 
     def open(self, steps: Steps, batches: int, *, ahead: int, planned: float, restarts: bool) -> Probe | None:
