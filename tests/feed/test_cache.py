@@ -362,6 +362,7 @@ def in_a_fork(work: Callable[[], Any], daemon: bool = False) -> Any:
     here, there = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(target=lambda: there.send(work()), daemon=daemon)
     process.start()
+    there.close()  # so that a process that dies is the end of it
     found = here.recv()
     process.join()
     return found

@@ -7,7 +7,6 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import traceback
@@ -307,7 +306,7 @@ def test_a_redis_that_is_killed_in_mid_window_is_one_warning_and_the_batches_are
 
 def delivered(url: str, index: Any, disk: str, out: Any) -> None:
     """A run of its own: what it delivered, and what it asked of the store."""
-    loader = make(salience.Source(url, index=index), cache="20kB", disk=disk)
+    loader = make(unhurried(salience.Source(url, index=index)), cache="20kB", disk=disk)
     out.send(([(ids, x.tolist()) for ids, x, _ in window(loader)], feed_events(loader)[-1]["cache"]))
     out.close()
 
@@ -322,6 +321,8 @@ def test_runs_share_a_disk_and_the_next_reads_nothing_from_the_server(tmp_path):
             started = [FORK.Process(target=delivered, args=given) for given in arguments]
             for run in started:
                 run.start()
+            for _, there in pipes:
+                there.close()
             found = [here.recv() for here, _ in pipes]
             for run in started:
                 run.join()
@@ -340,11 +341,11 @@ def test_runs_share_a_disk_and_the_next_reads_nothing_from_the_server(tmp_path):
         assert not [file for file in tmp_path.rglob(".*") if file.is_file()]  # nothing half written
 
 
-def rank_work(rank: int, port: int, url: str, index: Any, out: Any) -> None:
+def rank_work(rank: int, meet: Path, url: str, index: Any, out: Any) -> None:
     """Two windows with a cache and without, a state in the middle of the second, and the rest of it resumed."""
     try:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-        dist.init_process_group("gloo", rank=rank, world_size=2)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        dist.init_process_group("gloo", init_method=meet.as_uri(), rank=rank, world_size=2)
         source = unhurried(salience.Source(url, index=index))
 
         def fresh(**options: Any) -> salience.Loader:
@@ -368,15 +369,16 @@ def rank_work(rank: int, port: int, url: str, index: Any, out: Any) -> None:
     os._exit(0)  # Gloo's threads do not always end
 
 
-def test_ranks_of_a_node_share_one_feeder_and_resume_together(near):
-    with Server(objects()) as server, socket.create_server(("127.0.0.1", 0)) as probe:
-        index, port = checked(server).index, probe.getsockname()[1]
-        probe.close()
+def test_ranks_of_a_node_share_one_feeder_and_resume_together(near, tmp_path):
+    with Server(objects()) as server:
+        index, meet = checked(server).index, tmp_path / "meet"
         asked = server.requests
         pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
-        ranks = [FORK.Process(target=rank_work, args=(k, port, server.url, index, pipes[k][1])) for k in range(2)]
+        ranks = [FORK.Process(target=rank_work, args=(k, meet, server.url, index, pipes[k][1])) for k in range(2)]
         for rank in ranks:
             rank.start()
+        for _, there in pipes:
+            there.close()
         found = [here.recv() for here, _ in pipes]
         for rank in ranks:
             rank.join()
