@@ -207,8 +207,8 @@ def test_a_killed_worker_stops_the_run_and_the_resumed_one_delivers_the_rest():
             return make(checked(server), cache="20kB", num_workers=2, prefetch_factor=1)
 
         before, loader = children(), fresh()
-        said, seen = trouble(
-            loader, {2: lambda: [os.kill(pid, signal.SIGKILL) for pid in children() - before - feeders()]}
+        said, seen = trouble(  # one of them: PyTorch raises for each, wherever the main process is
+            loader, {2: lambda: os.kill(min(children() - before - feeders()), signal.SIGKILL)}
         )
         assert "RuntimeError: DataLoader worker" in said
         assert same(seen + windows(load(fresh(), loader.state_dict())), windows(make(checked(server))))
