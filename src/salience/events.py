@@ -13,6 +13,9 @@ fields depend on the kind:
     findings   suspects, hard, copies, noise_rate, ...    after the last window, and when a report was asked for
     broken     window, id, name, reason                   a sample of a Source that could not be read or decoded
     feed       window, broken, bytes and requests, ...    at each window's end, where a Source is read
+    treat      window, stages, fresh, reused, ...         at each window's end, where there are stages
+    decision   window, lever, action, predicted, ...      what `auto` tried, kept, undid or left alone, and why
+    settings   window, workers, cache, treat, select      what `auto` has a window run with
     observed   summary                                    when a report was asked for
     warning    text, ...                                  a plug-in disabled, losses that are not finite, ...
 """

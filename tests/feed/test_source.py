@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
@@ -380,3 +381,24 @@ def test_a_reader_refuses_numbers_it_does_not_have(shard_folder):
     reader = Reader(LocalStore(str(shard_folder)), shards()[1])
     with pytest.raises(IndexError, match="sample 60 of 60"):
         reader.read([0, N])
+
+
+def test_a_shard_of_more_than_four_gib_is_read_behind_them(tmp_path):
+    """Most of it is a hole in the file, which takes no room."""
+    large = 5 * 2**30
+    with (tmp_path / "large.tar").open("wb") as file:
+        for name, size in (("a/hole.bin", large), ("b/small.bin", 5)):
+            head = tarfile.TarInfo(name)
+            head.size = size
+            file.write(head.tobuf(tarfile.GNU_FORMAT))
+            if name == "b/small.bin":
+                file.write(b"after".ljust(512, b"\0"))
+            else:
+                file.seek(size, os.SEEK_CUR)
+        file.write(bytes(1024))
+    source = salience.Source(tmp_path / "large.tar")
+    assert source.sizes.tolist() == [large, 5]
+    assert source.layout.offset[1] > 2**32
+    assert source.read([1]) == [b"after"]
+    source.index.save(tmp_path / "index.npz")
+    assert salience.Source(tmp_path).read([1]) == [b"after"]
