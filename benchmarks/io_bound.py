@@ -16,7 +16,7 @@ Embarrassing would be: link_utilisation under 0.9, bytes_vs_lru under 2.9, bytes
 1.05, hit_rate_uniform more than 0.01 from the cache's share, whole_run_vs_never_evict under 1.4,
 time_vs_uniform_subsample under 1.2, hit_us over 5, index_open_s over 1; a peer that delivers everything faster than we do.
 
-    python benchmarks/io_bound.py [--quick] [--part rows|whole|replay]       # needs: pip install 'salience[feed,bench]'
+    python benchmarks/io_bound.py [--quick] [--part rows|link|whole|replay]       # needs: pip install 'salience[feed,bench]'
 
 The last line of stdout is one JSON object. Exit status 1: a row is missing (`--without NAME` says that it cannot be installed).
 """
@@ -163,6 +163,23 @@ def rows(bench: Bench) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def link(samples: int = 6000) -> dict[str, Any]:
+    """The link's utilisation again where windows last for seconds, so that their edges weigh less."""
+    with tempfile.TemporaryDirectory(prefix="salience-io-", ignore_cleanup_errors=True) as made:
+        folder = Path(made)
+        index = make(folder, samples)
+        with running(folder, rate=RATE, latency=LATENCY) as store:
+            bench = Bench(url=store.url, folder=folder, index=index, scale=Scale(samples=samples))
+            plans = percentile(index.size, 4)
+            row = Row(name=DEFAULT, plan="percentile", options=bench.write("long", plans))
+            windows = bench.run(row, [bench.pause(RATIOS[0])] * 4, plans)[2:]
+    seconds = sum(w.seconds for w in windows)
+    return {
+        "link_utilisation_long_windows": round(sum(w.bytes for w in windows) / seconds / RATE, 3),
+        "long_window_s": round(seconds / len(windows), 2),
+    }
+
+
 def _tried(name: str, measured: Callable[[Row], Result], settings: int) -> list[Result]:
     """A peer at its settings; one that fails is said, and one has to be left."""
     found: list[Result] = []
@@ -290,7 +307,7 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="fewer samples and windows, one setting of each peer, no replay"
     )
-    parser.add_argument("--part", choices=("rows", "whole", "replay"), help="only this one")
+    parser.add_argument("--part", choices=("rows", "link", "whole", "replay"), help="only this one")
     parser.add_argument(
         "--without", action="append", default=[], choices=tuple(peers.SETTINGS), help="cannot be installed"
     )
@@ -302,6 +319,11 @@ def main() -> None:
         else Scale(without=without)
     )
     figures: dict[str, Any] = {"without": without} if without else {}
+    if args.part == "link" or (args.part is None and not args.quick):
+        figures |= link()
+    if args.part == "link":
+        print(json.dumps(figures))
+        return
     with tempfile.TemporaryDirectory(prefix="salience-io-", ignore_cleanup_errors=True) as made:
         folder = Path(made)
         index = make(folder, scale.samples)
