@@ -163,7 +163,7 @@ def test_a_stalled_connection_is_given_up_and_asked_again():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_server_that_restarts_in_mid_window_is_waited_for(workers):
+def test_a_server_that_restarts_in_mid_window_is_waited_for(near, workers):
     with Server(objects(400)) as server:
         source = checked(server)
         later = threading.Timer(0.3, server.restart)
