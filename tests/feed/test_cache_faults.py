@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -207,9 +208,12 @@ def test_a_killed_worker_stops_the_run_and_the_resumed_one_delivers_the_rest():
             return make(checked(server), cache="20kB", num_workers=2, prefetch_factor=1)
 
         before, loader = children(), fresh()
-        said, seen = trouble(  # one of them: PyTorch raises for each, wherever the main process is
-            loader, {2: lambda: os.kill(min(children() - before - feeders()), signal.SIGKILL)}
-        )
+
+        def kill() -> None:
+            os.kill(min(children() - before - feeders()), signal.SIGKILL)
+            time.sleep(20)  # PyTorch raises wherever the main process is
+
+        said, seen = trouble(loader, {2: kill})
         assert "RuntimeError: DataLoader worker" in said
         assert same(seen + windows(load(fresh(), loader.state_dict())), windows(make(checked(server))))
 
