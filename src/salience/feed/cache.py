@@ -133,6 +133,7 @@ class Feed:
         if self._process is None or not self._process.alive:
             if self._process is not None:
                 self._process.end()
+                self.shared.failed[0] = 0  # said of the old one, perhaps after this window had begun
             self.shared.state[:] = 0
             resident = self.resident
             self._process = _Process(self._job)
