@@ -33,9 +33,9 @@ class Fetched(NamedTuple):
 
     order: Order
     samples: Any
-    prints: npt.NDArray[np.int64] | None = None
+    prints: npt.NDArray[np.int64] | None
     """Fingerprints of their bytes, where the data set makes them."""
-    work: dict[str, float] = {}  # noqa: RUF012
+    work: dict[str, float]
     """Seconds it cost, by stage: those the data set tells of (`samples.seconds`), and "load" for the rest."""
 
 
@@ -45,9 +45,9 @@ class Tagged(NamedTuple):
     number: int
     ids: Tensor
     batch: Any
-    prints: Tensor | None = None
-    ticket: int = -1
-    work: dict[str, float] = {}  # noqa: RUF012
+    prints: Tensor | None
+    ticket: int
+    work: dict[str, float]
     """Seconds it cost the worker, by stage."""
 
 

@@ -18,6 +18,8 @@ FRESH, STORED, REUSED = range(3)
 """Treatment levels: every stage fresh; fresh, and the intermediate is kept; the intermediate is taken up."""
 VIEW = 2
 """Bits of a level below the number of the view."""
+LEVEL = (1 << VIEW) - 1
+"""Those bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from server import Server
+from server import Faults, Server
 from test_source import packed, shards
 
 import salience
@@ -329,6 +329,28 @@ def test_after_a_window_broken_off_the_next_ones_are_whole(options):
         assert same(go(loader, 4), go(plain, 4))
         counts = feed_events(loader)[-1]["cache"]
         assert counts["bound_bytes"] <= counts["bytes_used"] < counts["bytes"]
+
+
+def test_workers_that_wait_for_the_rest_of_a_window_broken_off_are_let_go(tmp_path, monkeypatch):
+    read = Handle.read
+
+    def noted(self: Handle, ticket: int, ids: Any) -> list[Any]:
+        try:
+            return read(self, ticket, ids)
+        except DataError:
+            (tmp_path / str(os.getpid())).touch()
+            raise
+
+    monkeypatch.setattr(Handle, "read", noted)
+    answered = set(objects())
+    with Server(objects(), Faults(stalled=lambda path, nth: path not in answered)) as server:
+        source = served(server)
+        ids, _ = next(iter(make(source)))
+        answered &= {source.names[i] for i in ids.tolist()}  # all but those of the first batch are never answered
+        loader = make(source, cache=0, num_workers=2)
+        for _ in loader:
+            break
+        assert len([*tmp_path.iterdir()]) == 2, "PyTorch had to kill one after five seconds"
 
 
 def test_a_loader_dropped_in_mid_window_leaves_nothing_behind():

@@ -397,6 +397,46 @@ def test_ranks_of_a_node_share_one_feeder_and_resume_together(near, tmp_path):
         assert server.requests > asked + 2 * N
 
 
+def rank_with_broken(rank: int, meet: Path, url: str, index: Any, allowed: float, out: Any) -> None:
+    """Windows until the run is stopped, or three."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=meet.as_uri(), rank=rank, world_size=2)
+    loader = make(salience.Source(url, index=index, retries=1), 4, epochs=3, max_broken=allowed)
+    try:
+        windows(loader, 3)
+        out.send(("", loader.epoch))
+    except Exception as error:
+        out.send((str(error), loader.epoch))
+    dist.barrier()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("allowed", [0.03, 0.05])
+def test_ranks_stop_together_when_all_of_them_have_found_too_many_broken(tmp_path, allowed):
+    with Server(objects()) as server:
+        source = checked(server)
+        for i in range(0, 50, 10):
+            del server.objects[source.names[i]]
+        pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
+        common = server.url, source.index, allowed
+        ranks = [
+            FORK.Process(target=rank_with_broken, args=(k, tmp_path / "meet", *common, there))
+            for k, (_, there) in enumerate(pipes)
+        ]
+        for rank in ranks:
+            rank.start()
+        for _, there in pipes:
+            there.close()
+        found = [here.recv() for here, _ in pipes]
+        for rank in ranks:
+            rank.join()
+    if allowed == 0.05:
+        assert found == [("", 3), ("", 3)]
+    else:
+        assert all("5 of 120 samples are broken, more than max_broken = 0.03" in said for said, _ in found)
+        assert [epoch for _, epoch in found] == [1, 1]
+
+
 @pytest.mark.parametrize("how", ["left", "killed"])
 def test_plans_that_follow_the_cache_are_the_same_after_a_window_that_was_not_finished(near, tmp_path, how):
     """Of such a window nobody knows beforehand how far it was read; from there on all is determined."""

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -85,8 +86,11 @@ def test_a_killed_worker_stops_the_run_and_the_resumed_one_delivers_the_rest(ser
         with pytest.raises(RuntimeError, match=r"killed by signal|exited unexpectedly"):
             for ids, _ in loader:
                 seen += ids.tolist()
-                for worker in set(multiprocessing.active_children()) - before:
+                for worker in [*(set(multiprocessing.active_children()) - before)][
+                    :1
+                ]:  # of both, PyTorch may raise later
                     os.kill(worker.pid, signal.SIGKILL)
+                    time.sleep(20)  # it raises wherever the main process is
         resumed = fresh()
         resumed.load_state_dict(loader.state_dict())
         rest = visits(resumed)

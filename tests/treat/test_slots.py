@@ -17,6 +17,8 @@ VALUES = [
     torch.ones(3, dtype=torch.bfloat16),
     np.arange(10, dtype=np.float64)[::2],
     Image.new("RGB", (5, 7), (10, 20, 30)),
+    Image.new("L", (3, 2), 9),
+    Image.new("P", (3, 2), 1),
     b"bytes",
     (np.zeros((2, 2), np.uint8), 7, {"box": torch.ones(4)}),
 ]
@@ -44,6 +46,14 @@ def test_what_was_put_is_got_and_may_be_changed(value):
     if isinstance(got, (torch.Tensor, np.ndarray)):
         got += 1
         assert same(slots.get(2, size, 11, 5)[0], value), "a change reached the memory"
+
+
+def test_an_image_keeps_what_its_file_said_of_it():
+    image = Image.new("RGB", (4, 4))
+    image.info["dpi"] = (72, 72)
+    slots = Slots(4096)
+    assert slots.put(0, stored_bytes(image), 0, 0, image)
+    assert slots.get(0, stored_bytes(image), 0, 0)[0].info == {"dpi": (72, 72)}
 
 
 def test_another_sample_another_window_or_an_empty_slot_gives_nothing():

@@ -39,9 +39,9 @@ def jitter(x: Tensor) -> Tensor:
     return x + torch.rand(1)
 
 
-def loader_of(url: str, treat: Treat | None = REUSE, **more) -> salience.Loader:
+def loader_of(url: str, treat: Treat | None = REUSE, batch: int = BATCH, **more) -> salience.Loader:
     return salience.Loader(
-        salience.Source(url), BATCH, epochs=5, decode=decode, augment=[jitter], treat=treat, seed=2, **more
+        salience.Source(url), batch, epochs=5, decode=decode, augment=[jitter], treat=treat, seed=2, **more
     )
 
 
@@ -72,6 +72,29 @@ def test_decode_is_the_first_stage_and_reused_samples_are_not_read_again(tmp_pat
     assert reused > N
     assert loader._source.stats.samples == 5 * N - reused + 8  # eight for the rehearsal
     assert "Intermediates lie after decode" in loader.report()
+
+
+@pytest.mark.parametrize("treat", [REUSE, Treat("echo", views=2, distance=1, split=1)], ids=["reuse", "echo"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_cache_reads_only_what_is_not_reused(tmp_path, treat, workers):
+    loader = loader_of(fill(tmp_path), treat, batch=4, cache="1MiB", num_workers=workers)
+    run(loader, 5)
+    reused = loader._treating.counts["reused"]
+    assert reused > N
+    assert loader._feed.counts()["samples"] == 5 * N - reused
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_intermediate_that_is_gone_is_made_again_beside_the_cache(tmp_path, workers):
+    url = fill(tmp_path)
+    loader = loader_of(url, cache="1MiB", num_workers=workers)
+    got = run(loader, 1)
+    loader._treating.staged.slots._data[:] = 0
+    got += run(loader, 1)
+    assert loader._treating.counts["missed"] == (loader.plan.level == 2).sum() > 0
+    for (a, b), (c, d) in zip(run(loader_of(url, None), 2), got, strict=True):
+        assert torch.equal(a, c)
+        assert torch.equal(b, d)
 
 
 def test_samples_that_cannot_be_read_or_decoded_are_stood_in_for(tmp_path):

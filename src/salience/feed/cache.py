@@ -30,7 +30,7 @@ from salience.feed.sizes import parse_bytes
 from salience.feed.source import Source
 from salience.feed.tiers import open_tiers
 from salience.ledger.exchange import Group
-from salience.plan import Plan
+from salience.plan import LEVEL, REUSED, Plan, Shard
 
 LEAST_AHEAD = 64 * 1024 * 1024
 
@@ -140,7 +140,7 @@ class Feed:
         shards = [plan.shard(rank, self._world) for rank in self._ranks]
         self._process.send(
             Window(
-                batches=[[shard.ids(k) for k in range(len(shard))] for shard in shards],
+                batches=[[_read(shard, k) for k in range(len(shard))] for shard in shards],
                 skip=skip,
                 serial=self._serial,
                 first=[first] * len(shards),
@@ -274,6 +274,11 @@ class _Process:
             while self._here.poll():
                 found.append(self._here.recv())
         return found
+
+
+def _read(shard: Shard, k: int) -> Ids:
+    """Samples of batch k whose bytes are wanted: not those of which an intermediate is taken up."""
+    return shard.ids(k)[(shard.plan.level[shard.span(k)] & LEVEL) != REUSED]
 
 
 def _serve(job: Job, inbox: Any, theirs: Any = None, parent: int | None = None) -> None:

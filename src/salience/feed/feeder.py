@@ -22,10 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from salience.errors import SalienceError
+from salience.feed.arena import Arena
+from salience.feed.packages import Packages
 from salience.feed.policies import Lru, NeverEvict, Policy
 from salience.feed.reads import Broken, Reader
-from salience.feed.shared import ABSENT, BROKEN, COUNTERS, KEPT, WHOLE, Shared
-from salience.feed.space import Space
+from salience.feed.shared import COUNTERS, Shared
 from salience.feed.tiers import Tier
 
 Ids = npt.NDArray[np.int64]
@@ -105,17 +106,13 @@ class Feeder:
         shared.counters[[AT["horizon"], AT["resident_bytes"]]] = 0
         sizes = reader.index.size
         self._sizes = sizes
-        self._space = Space(shared.token.capacity)
+        self._arena = Arena(shared, sizes)
+        self._packages = Packages(reader.index, gap=reader.terms.gap, most=limits.package)
         n = len(sizes)
-        self._pins = np.zeros(n, dtype=np.int32)
-        self._along = np.zeros(n, dtype=bool)
-        """Read along with a neighbour and not staged yet."""
         self._wanted = np.zeros(n, dtype=bool)
         """In this window's plan and not staged yet."""
         self._waiting: dict[int, list[_Batch]] = {}
         """Sample under way -> the staged batches that wait for it."""
-        self._lengths: dict[int, int] = {}
-        """Slots of broken samples, which hold a sentence instead."""
         self._todo: deque[_Batch] = deque()
         self._ahead: list[deque[_Batch]] = [deque() for _ in range(shared.token.ranks)]
         """Of each rank, batches staged and not done."""
@@ -123,14 +120,13 @@ class Feeder:
         """Of each rank, the first ticket that is not staged."""
         self._unsaid: list[deque[_Batch]] = [deque() for _ in range(shared.token.ranks)]
         """Those of them whose bytes are not all here, as far as the rank was told."""
-        self._owed = self._along_bytes = self._writing = 0
+        self._owed = self._writing = 0
         self._rivals = Lru(budget, sizes), NeverEvict(budget, sizes)
         self._budget = budget
         self._seen = np.zeros(n, dtype=np.int64)
         """Window in which each was last wanted."""
         self._again = 0
         """Bytes wanted in this window that were wanted in one before."""
-        self._order, self._place = _neighbours(reader)
         self._arrivals: deque[tuple[float, int]] = deque(maxlen=512)
         self._wake = asyncio.Event()
         self._reads: set[asyncio.Task[None]] = set()
@@ -205,9 +201,7 @@ class Feeder:
                 self._unpin(batch)
             batches.clear()
             unsaid.clear()
-        for i in np.flatnonzero(self._along).tolist():
-            self._leave(i)
-            self._tidy(i)
+        self._arena.leave_all()
         self._waiting = {i: [] for i in self._waiting}
         self._seen[[*self._waiting]] = self._serial  # no cache has to fetch those twice
         if message.resident is not None:
@@ -232,16 +226,14 @@ class Feeder:
 
     def _restore(self, resident: Ids) -> None:
         """The cache of the run that is resumed, as far as it can be told: what it means to keep, not the bytes."""
-        state = self.shared.state
         if np.array_equal(np.flatnonzero(self.shared.kept), resident):
             return
         self.policy = self._open_policy()
-        state &= ~KEPT & 0xFF
+        self._arena.forget()
         self.shared.counters[AT["resident_bytes"]] = 0
         for i in resident.tolist():
             self._keep(i)
-        for i in np.flatnonzero(state & (WHOLE | BROKEN)).tolist():
-            self._tidy(i)
+        self._arena.tidy_all()
 
     def _advance(self) -> None:
         """Stage batches as far as the horizon and the room allow."""
@@ -273,9 +265,7 @@ class Feeder:
             self.shared.offset[i] = place
             self._waiting[i] = []
         for i in batch.ids:  # all of them before one has its turn, which may put another out of the cache
-            self._pins[i] += 1
-            if self._along[i]:
-                self._leave(i)
+            self._arena.pin(i)
             self._wanted[i] = False
             if i in self._waiting:
                 batch.missing.add(i)
@@ -323,12 +313,11 @@ class Feeder:
         gone = self.policy.offer(i)
         if gone is None:
             return
-        self.shared.state[i] |= KEPT
+        self._arena.keep(i, True)
         self._count("resident_bytes", int(self._sizes[i]))
         for old in gone:
-            self.shared.state[old] &= ~KEPT & 0xFF
+            self._arena.keep(old, False)
             self._count("resident_bytes", -int(self._sizes[old]))
-            self._tidy(old)
 
     def _room(self, batch: _Batch) -> dict[int, int] | None:
         """A place for each of its samples that is not here, or None: then something else has to be done with first.
@@ -337,27 +326,26 @@ class Feeder:
         """
         for spared in ({*batch.ids}, set[int]()):
             if not spared:
-                self._squeeze(batch.ids)
+                self._count("squeezed", self._arena.squeeze(batch.ids)[1])
             places: dict[int, int] = {}
             for i in dict.fromkeys(batch.ids):
-                if i in self._waiting or self.shared.state[i] & (WHOLE | BROKEN):
+                if i in self._waiting or self._arena.has(i):
                     continue
-                size = int(self._sizes[i])
-                place = self._space.take(size)
+                place = self._arena.take(i)
                 if place is None and not self._under_way():
-                    here = np.flatnonzero(self.shared.state & (WHOLE | BROKEN)).tolist()
-                    place = self._squeeze([k for k in here if k not in spared], size)
+                    place, gone = self._arena.squeeze(self._arena.others(spared), i)
+                    self._count("squeezed", gone)
                 if place is None:
                     break
                 places[i] = place
             else:
                 return places
             for i, place in places.items():
-                self._space.give(place, int(self._sizes[i]))
+                self._arena.give(i, place)
             if self._under_way():
                 return None
         self._fail(
-            f"A batch of {len(batch.ids)} samples does not fit into the memory of the cache ({self._space.size:,} bytes); "
+            f"A batch of {len(batch.ids)} samples does not fit into the memory of the cache ({self._arena.size:,} bytes); "
             "make the batch smaller or the cache larger."
         )
         return None
@@ -366,58 +354,24 @@ class Feeder:
         """Whether room will come of itself: batches before this one are not done."""
         return any(self._ahead) or any(not waiting for waiting in self._waiting.values())
 
-    def _squeeze(self, ids: list[int], size: int | None = None) -> int | None:
-        """Drop those of `ids` that no batch holds, until `size` bytes are free in one piece: their place."""
-        for i in ids:
-            if self.shared.state[i] & (WHOLE | BROKEN) and self._pins[i] == self._along[i]:
-                if self._along[i]:
-                    self._leave(i)
-                self._drop(i)
-                self._count("squeezed", 1)
-                place = None if size is None else self._space.take(size)
-                if place is not None:
-                    return place
-        return None
-
     def _read_along(self, ids: list[int]) -> list[int]:
-        """Neighbours of `ids` in their shards that are wanted later: one request then brings them all (a package)."""
+        """Neighbours of `ids` that are wanted later in this window, and a place for each, as far as there is room."""
         along: list[int] = []
-        if self._order is None or not self.limits.along:
-            return along
-        index = self.reader.index
         for i in ids:
-            total = int(self._sizes[i])
-            for step in (1, -1):
-                k, last = int(self._place[i]) + step, i
-                while 0 <= k < len(self._order) and total < self.limits.package:
-                    j = int(self._order[k])
-                    near, far = (last, j) if step > 0 else (j, last)
-                    hole = int(index.offset[far]) - int(index.offset[near]) - int(index.size[near])
-                    size = int(self._sizes[j])
-                    if index.shard[j] != index.shard[i] or hole > self.reader.terms.gap or not self._wanted[j]:
-                        break
-                    if j in self._waiting or self.shared.state[j] & (WHOLE | BROKEN):
-                        break
-                    if self._along_bytes + size > self.limits.along:
-                        return along
-                    place = self._space.take(size)
-                    if place is None:
-                        return along
-                    self.shared.offset[j] = place
-                    self._waiting[j] = []
-                    self._along[j] = True
-                    self._pins[j] += 1
-                    self._along_bytes += size
-                    total += size
-                    along.append(j)
-                    k, last = k + step, j
+            for j in self._packages.beside(i, self._missing):
+                place = None
+                if self._arena.along_bytes + int(self._sizes[j]) <= self.limits.along:
+                    place = self._arena.take(j)
+                if place is None:
+                    return along
+                self._arena.read_along(j, place)
+                self._waiting[j] = []
+                along.append(j)
         return along
 
-    def _leave(self, i: int) -> None:
-        """Sample i no longer is one that was read along."""
-        self._along[i] = False
-        self._pins[i] -= 1
-        self._along_bytes -= int(self._sizes[i])
+    def _missing(self, i: int) -> bool:
+        """Whether it is wanted later, and neither here nor under way."""
+        return bool(self._wanted[i]) and i not in self._waiting and not self._arena.has(i)
 
     async def _fetch(self, ids: list[int]) -> None:
         loop = asyncio.get_running_loop()
@@ -445,9 +399,8 @@ class Feeder:
             waiting = self._waiting.pop(i, None)
             if waiting is None:
                 continue
-            self._space.give(int(self.shared.offset[i]), int(self._sizes[i]))
-            if self._along[i]:
-                self._leave(i)
+            self._arena.give(i)
+            self._arena.leave(i)
             if waiting:
                 self._fail(why)
 
@@ -484,23 +437,9 @@ class Feeder:
         waiting = self._waiting.pop(i, None)
         if waiting is None:
             return
-        place = int(self.shared.offset[i])
-        if isinstance(data, Broken):
-            self._space.give(place, int(self._sizes[i]))
-            words = data.reason.encode()[:1000]
-            room = self._space.take(len(words) + 2)
-            if room is None:  # the shortest reason fits wherever a sample did
-                room, words = self._space.take(2) or 0, b""
-            self._lengths[i] = len(words) + 2
-            self.shared.data[room : room + len(words) + 2] = len(words).to_bytes(2, "little") + words
-            self.shared.offset[i] = room
-            self.shared.state[i] |= BROKEN
-        else:
-            self.shared.data[place : place + len(data)] = data
-            self.shared.state[i] |= WHOLE
         for batch in waiting:
             batch.missing.discard(i)
-        self._tidy(i)
+        self._arena.put(i, data)
         self._wake.set()
 
     def _release(self) -> None:
@@ -513,21 +452,7 @@ class Feeder:
     def _unpin(self, batch: _Batch) -> None:
         self._owed -= batch.owed
         for i in batch.ids:
-            self._pins[i] -= 1
-            self._tidy(i)
-
-    def _tidy(self, i: int) -> None:
-        """Give a sample's bytes back when nobody holds it and the cache does not keep it; a broken one is asked for again."""
-        state = self.shared.state[i]
-        if not self._pins[i] and (state & BROKEN or not state & KEPT):
-            self._drop(i)
-
-    def _drop(self, i: int) -> None:
-        state = self.shared.state
-        if state[i] & (WHOLE | BROKEN):
-            size = self._lengths.pop(i) if state[i] & BROKEN else int(self._sizes[i])
-            self._space.give(int(self.shared.offset[i]), size)
-            state[i] = ABSENT | (state[i] & KEPT)
+            self._arena.unpin(i)
 
     def _publish(self) -> None:
         counts, base = self.reader.counts, self._before
@@ -556,14 +481,3 @@ def _start(work: Coroutine[Any, Any, None], among: set[asyncio.Task[None]]) -> N
     task = asyncio.ensure_future(work)
     among.add(task)
     task.add_done_callback(among.discard)
-
-
-def _neighbours(reader: Reader) -> tuple[Ids | None, Ids]:
-    """All samples in the order of their bytes, and where each stands in it; None where nothing lies in shards."""
-    index = reader.index
-    if not len(index.shards):
-        return None, np.empty(0, dtype=np.int64)
-    order = np.lexsort((index.offset, index.shard))
-    place = np.empty(len(order), dtype=np.int64)
-    place[order] = np.arange(len(order))
-    return order, place

@@ -104,10 +104,14 @@ class Group:
         """Rank 0's numbers, on every rank."""
         return self._gather(torch.tensor(numbers, dtype=torch.float64))[0].tolist()
 
+    def of_all(self, numbers: Sequence[int]) -> list[list[int]]:
+        """What each rank passed."""
+        return [part.tolist() for part in self._gather_ragged(torch.tensor(list(numbers), dtype=torch.int64))]
+
     def of_node(self, numbers: Sequence[int]) -> list[list[int]]:
         """What each rank of this node passed."""
-        parts = self._gather_ragged(torch.tensor(list(numbers), dtype=torch.int64))
-        return [parts[rank].tolist() for rank in self.node_ranks]
+        parts = self.of_all(numbers)
+        return [parts[rank] for rank in self.node_ranks]
 
     def of_leader(self, text: str) -> str:
         """What the node's first rank passed."""

@@ -14,14 +14,12 @@ from torch.utils.data import Dataset, get_worker_info
 from salience.errors import DataError, SalienceError
 from salience.feed.dataset import SourceDataset, substitute
 from salience.feed.reads import Broken, Counts
-from salience.plan import FRESH, REUSED, VIEW
+from salience.plan import FRESH, LEVEL, REUSED, VIEW
 from salience.treat.seeding import FETCH, PREFIX, REST, own_globals, sample_seeds, seed_globals
 from salience.treat.slots import Slots
 from salience.treat.stages import Runner, Stage, joined, parts
 
 Floats = npt.NDArray[np.float64]
-LEVEL = (1 << VIEW) - 1
-"""Bits of a level that are not the number of the view."""
 
 
 class Treatment(NamedTuple):
@@ -126,7 +124,8 @@ class Staged(Dataset[Any]):
         wanted = [k for k in range(len(ids)) if k not in found]
         reading = sample_seeds(self._seed, how.window, array[wanted], FETCH).tolist() if how.seed_reads else None
         begin = perf_counter()
-        samples, counts = self.read([ids[k] for k in wanted], ticket, reading)
+        reused = (how.level[wanted] & LEVEL) == REUSED
+        samples, counts = self.read([ids[k] for k in wanted], ticket, reading, reused.tolist())
         per_read = (perf_counter() - begin) / max(1, len(wanted))
         clock.add(0, per_read * len(wanted), len(wanted))
         read = dict(zip(wanted, samples, strict=True))
@@ -199,8 +198,13 @@ class Staged(Dataset[Any]):
                 clock.add(k + 1, perf_counter() - begin)
         return value
 
-    def read(self, ids: list[int], ticket: int, seeds: list[int] | None) -> tuple[list[Any], dict[str, int]]:
-        """What the data set gives for each id; of a Source, bytes (or a Broken) with the label."""
+    def read(
+        self, ids: list[int], ticket: int, seeds: list[int] | None, reused: Sequence[bool] = ()
+    ) -> tuple[list[Any], dict[str, int]]:
+        """What the data set gives for each id; of a Source, bytes (or a Broken) with the label.
+
+        The cache has not read what was to be `reused`: where the intermediate is not there after all, the store is asked.
+        """
         if not ids:
             return [], {}
         if self._source is None:
@@ -218,7 +222,11 @@ class Staged(Dataset[Any]):
         if handle is None or ticket < 0:
             data, counts = source.read_counted(ids)
         else:
-            data, counts = handle.read(ticket, ids), Counts()
+            late = [i for i, again in zip(ids, reused, strict=True) if again]
+            found, counts = source.read_counted(late) if late else ([], Counts())
+            lost = dict(zip(late, found, strict=True))
+            here = iter(handle.read(ticket, [i for i in ids if i not in lost]))
+            data = [lost[i] if i in lost else next(here) for i in ids]
         if not source.classes:
             return list(data), asdict(counts)
         labels = source.labels[np.asarray(ids, dtype=np.int64)].tolist()

@@ -11,6 +11,7 @@ import io
 import mmap
 import os
 import pickle
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +126,7 @@ def slots_of(group: Group | None, capacity: int) -> Slots:
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors as arrays: many times faster than torch's own way."""
+    """Tensors as arrays: many times faster than torch's own way. Pixels of PIL images beside the pickle: two copies less."""
 
     def reducer_override(self, obj: Any) -> Any:
         if (
@@ -135,7 +136,26 @@ class _Pickler(pickle.Pickler):
             and not obj.requires_grad
         ):
             return torch.from_numpy, (obj.contiguous().numpy(),)
-        return NotImplemented
+        return _beside(obj)
+
+
+def _beside(obj: Any) -> Any:
+    pil = sys.modules.get("PIL.Image")
+    if pil is not None and type(obj) is pil.Image and obj.mode in PLAIN_MODES:
+        return _image, (obj.mode, obj.size, obj.info, pickle.PickleBuffer(obj.tobytes()))
+    return NotImplemented
+
+
+PLAIN_MODES = ("RGB", "L", "RGBA")
+"""Of PIL images without a palette."""
+
+
+def _image(mode: str, size: tuple[int, int], info: Any, pixels: Any) -> Any:
+    from PIL import Image
+
+    image = Image.frombytes(mode, size, pixels)
+    image.info = info
+    return image
 
 
 def taken_apart(value: Any) -> tuple[bytes, list[npt.NDArray[np.uint8]]]:

@@ -14,10 +14,10 @@ from salience.errors import ConfigError, StateError
 from salience.feed.cache import memory_bytes
 from salience.ledger.copies import Copies
 from salience.ledger.exchange import Group
-from salience.plan import FRESH, REUSED, STORED, VIEW, Plan, Shard
+from salience.plan import FRESH, LEVEL, REUSED, STORED, VIEW, Plan, Shard
 from salience.seeds import AUGMENT, generator
 from salience.treat.config import Treat
-from salience.treat.dataset import LEVEL, Clock, Note, Staged, Treatment
+from salience.treat.dataset import Clock, Note, Staged, Treatment
 from salience.treat.echo import echo, echo_slots, views_needed, views_of
 from salience.treat.levels import Shelf, Split, choose_split, reuse_factor, shelve
 from salience.treat.rehearsal import Rehearsal, rehearsed

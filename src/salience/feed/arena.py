@@ -1,0 +1,135 @@
+"""The bytes of samples in shared memory: where each lies, who holds it, and when its place is free again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from salience.feed.reads import Broken
+from salience.feed.shared import ABSENT, BROKEN, KEPT, WHOLE, Shared
+from salience.feed.space import Space
+
+HERE = WHOLE | BROKEN
+
+
+class Arena:
+    """Places of samples. One is given back when no batch holds it, it was not read along, and the cache does not keep it."""
+
+    def __init__(self, shared: Shared, sizes: npt.NDArray[np.int64]) -> None:
+        self.shared, self.sizes = shared, sizes
+        self._space = Space(shared.token.capacity)
+        self._pins = np.zeros(len(sizes), dtype=np.int32)
+        self._along = np.zeros(len(sizes), dtype=bool)
+        """Read along with a neighbour and not staged yet; counts as a pin."""
+        self.along_bytes = 0
+        self._lengths: dict[int, int] = {}
+        """Slots of broken samples, which hold a sentence instead."""
+
+    @property
+    def size(self) -> int:
+        return self._space.size
+
+    def has(self, i: int) -> bool:
+        """Whether its bytes are here, or what is wrong with them."""
+        return bool(self.shared.state[i] & HERE)
+
+    def take(self, i: int) -> int | None:
+        """A place for a sample that is not here; None where no free piece is as large."""
+        return self._space.take(int(self.sizes[i]))
+
+    def give(self, i: int, place: int | None = None) -> None:
+        """Give a place back that nothing was put into."""
+        self._space.give(int(self.shared.offset[i]) if place is None else place, int(self.sizes[i]))
+
+    def put(self, i: int, data: bytes | Broken) -> None:
+        """What came of a sample, into the place that was taken for it."""
+        shared, place = self.shared, int(self.shared.offset[i])
+        if isinstance(data, bytes):
+            shared.data[place : place + len(data)] = data
+            shared.state[i] |= WHOLE
+        else:
+            self._space.give(place, int(self.sizes[i]))
+            words = data.reason.encode()[:1000]
+            room = self._space.take(len(words) + 2)
+            if room is None:  # the shortest reason fits wherever a sample did
+                room, words = self._space.take(2) or 0, b""
+            self._lengths[i] = len(words) + 2
+            shared.data[room : room + len(words) + 2] = len(words).to_bytes(2, "little") + words
+            shared.offset[i] = room
+            shared.state[i] |= BROKEN
+        self.tidy(i)
+
+    def pin(self, i: int) -> None:
+        """A batch holds it; if it was read along, it no longer is only that."""
+        self._pins[i] += 1
+        self.leave(i)
+
+    def unpin(self, i: int) -> None:
+        self._pins[i] -= 1
+        self.tidy(i)
+
+    def read_along(self, i: int, place: int) -> None:
+        self.shared.offset[i] = place
+        self._along[i] = True
+        self._pins[i] += 1
+        self.along_bytes += int(self.sizes[i])
+
+    def leave(self, i: int) -> None:
+        """It is no longer one that was read along."""
+        if self._along[i]:
+            self._along[i] = False
+            self._pins[i] -= 1
+            self.along_bytes -= int(self.sizes[i])
+
+    def leave_all(self) -> None:
+        for i in np.flatnonzero(self._along).tolist():
+            self.leave(i)
+            self.tidy(i)
+
+    def keep(self, i: int, on: bool) -> None:
+        """Whether the cache means to keep it."""
+        if on:
+            self.shared.state[i] |= KEPT
+        else:
+            self.shared.state[i] &= ~KEPT & 0xFF
+            self.tidy(i)
+
+    def forget(self) -> None:
+        """The cache keeps nothing any more; `tidy_all` when it has said anew what it keeps."""
+        self.shared.state &= ~KEPT & 0xFF
+
+    def tidy_all(self) -> None:
+        for i in np.flatnonzero(self.shared.state & HERE).tolist():
+            self.tidy(i)
+
+    def tidy(self, i: int) -> None:
+        """Give its place back if nobody needs it; a broken one is asked for again."""
+        state = self.shared.state[i]
+        if not self._pins[i] and (state & BROKEN or not state & KEPT):
+            self._drop(i)
+
+    def squeeze(self, ids: Iterable[int], wanted: int | None = None) -> tuple[int | None, int]:
+        """Drop those of `ids` that no batch holds until there is a place for `wanted`: that, and how many went."""
+        gone = 0
+        for i in ids:
+            if self.has(i) and self._pins[i] == self._along[i]:
+                self.leave(i)
+                self._drop(i)
+                gone += 1
+                place = None if wanted is None else self.take(wanted)
+                if place is not None:
+                    return place, gone
+        return None, gone
+
+    def others(self, spared: set[int]) -> list[int]:
+        """What is here besides."""
+        return [i for i in np.flatnonzero(self.shared.state & HERE).tolist() if i not in spared]
+
+    def _drop(self, i: int) -> None:
+        state = self.shared.state
+        if state[i] & HERE:
+            size = self._lengths.pop(i) if state[i] & BROKEN else int(self.sizes[i])
+            self._space.give(int(self.shared.offset[i]), size)
+            state[i] = ABSENT | (state[i] & KEPT)
