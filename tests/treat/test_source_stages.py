@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
+from torch.utils.data import Dataset
 
 import salience
 from salience import Treat
@@ -171,3 +172,33 @@ def test_two_ranks_share_levels_intermediates_and_draws(tmp_path, kind):
             rows += [(alone.epoch, int(i), float(v)) for i, v in zip(ids, x[:, 1], strict=True)]
     both = np.concatenate((one["rows"], two["rows"]))
     np.testing.assert_allclose(both[np.lexsort(both.T[::-1])], sorted(rows))
+
+
+class Unreadable(Dataset):
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> Tensor:
+        raise OSError("the disk is gone")
+
+
+def work_in_vain(rank: int, port: int, out: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        for _ in salience.Loader(Unreadable(), 2, epochs=1, augment=[jitter], treat="reuse"):
+            pass
+    except Exception as error:
+        Path(out, f"{rank}.error").write_text(str(error))
+    dist.barrier()
+    os._exit(0)
+
+
+def test_a_rehearsal_that_fails_on_one_rank_stops_both(tmp_path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(work_in_vain, args=(port, str(tmp_path)), nprocs=2)
+    first, second = ((tmp_path / f"{rank}.error").read_text() for rank in range(2))
+    assert "the disk is gone" in first
+    assert second == "The stages failed in the rehearsal on rank 0; its message says how."

@@ -76,14 +76,15 @@ class Group:
                 yield all_ids.numpy()[i : i + count], names, block, (window, bool(seen), bool(trained))
                 i, v = i + count, v + len(names) * count
 
-    def agree(self, trouble: Exception | None) -> None:
-        """Raise on every rank when one of them has trouble; otherwise a barrier."""
+    def agree(self, trouble: Exception | None, elsewhere: Exception | None = None) -> None:
+        """Raise on every rank when one of them has trouble (`elsewhere` on the others); otherwise a barrier."""
         flag = torch.tensor([trouble is not None], dtype=torch.int64, device=self._device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         if trouble is not None:
             raise trouble
         if int(flag) > 0:
-            raise Misattributed("Another rank recorded losses for the wrong samples; its message says which.")
+            said = "Another rank recorded losses for the wrong samples; its message says which."
+            raise elsewhere or Misattributed(said)
 
     def barrier(self) -> None:
         self.agree(None)

@@ -48,16 +48,16 @@ class Slots:
     @classmethod
     def open(cls, token: Token) -> Slots:
         self = object.__new__(cls)
-        self._fd = os.open(token.path, os.O_RDWR)
-        self.token = token
-        self._map()
+        self.__setstate__(token)
         return self
 
     def __getstate__(self) -> Token:
         return self.token
 
     def __setstate__(self, token: Token) -> None:
-        self.__dict__.update(Slots.open(token).__dict__)
+        self._fd = os.open(token.path, os.O_RDWR)
+        self.token = token
+        self._map()
 
     def __del__(self) -> None:
         os.close(self._fd)
@@ -76,15 +76,14 @@ class Slots:
         starts, total = _laid_out([len(piece) for piece in pieces])
         if HEADER + total > size:
             return False
-        place = self._data[slot * size : (slot + 1) * size]
-        header, data = place[:HEADER].view(np.int64), place[HEADER:]
-        header[0] = 0
-        table = np.array([len(pieces), *(len(piece) for piece in pieces)], dtype=np.int64)
-        data[: table.nbytes] = table.view(np.uint8)
+        at = slot * size
+        self._data[at : at + HEADER].view(np.int64)[0] = 0
+        # Written by system calls: through the mapping each page would be a fault, which costs more than the bytes do.
+        table = np.array([window, total, 0, len(pieces), *(len(piece) for piece in pieces)], dtype=np.int64)
+        os.pwrite(self._fd, table.data, at + 8)
         for start, piece in zip(starts, pieces, strict=True):
-            data[start : start + len(piece)] = piece
-        header[1:3] = window, total
-        header[0] = sample + 1
+            os.pwrite(self._fd, piece.data, at + HEADER + start)
+        self._data[at : at + HEADER].view(np.int64)[0] = sample + 1
         return True
 
     def get(self, slot: int, size: int, sample: int, window: int) -> tuple[Any] | None:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from salience.errors import ConfigError, StateError
+from salience.errors import ConfigError, DataError, StateError
 from salience.feed.cache import memory_bytes
 from salience.ledger.copies import Copies
 from salience.ledger.exchange import Group
@@ -66,9 +66,16 @@ class Treating:
         found = Rehearsal(
             np.zeros(count + 1), np.zeros(count, np.int64), np.zeros(count), np.zeros(count + 1, bool), {}
         )
+        trouble: Exception | None = None
         if self._group is None or self._group.rank == 0:
-            found = rehearsed(self.staged, self._workers, options)
+            try:
+                found = rehearsed(self.staged, self._workers, options)
+            except Exception as error:
+                if self._group is None:
+                    raise
+                trouble = error
         if self._group is not None:  # everybody goes by what rank 0 saw
+            self._group.agree(trouble, DataError("The stages failed in the rehearsal on rank 0; its message says how."))
             numbers = np.array(self._group.first([*found.seconds, *found.sizes, *found.keeping, *found.random]))
             seconds, sizes, keeping, random = np.split(numbers, [count + 1, 2 * count + 1, 3 * count + 1])
             found = Rehearsal(seconds, sizes.astype(np.int64), keeping, random.astype(bool), found.counts)
