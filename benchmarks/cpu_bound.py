@@ -2,10 +2,10 @@
 
 - reuse: rendered JPEGs of 469 x 387 (the mean size in ImageNet), decode + resize to 256, a RandAugment-like stage whose draws
   may be kept, crop + flip to 224. Two workers, a consumer that does nothing. Arms take turns, window by window, in one
-  process, from the first window on: a plain DataLoader with the same functions; salience with every stage fresh and nothing to
-  save (treat_overhead); reuse with r_max 4 by importance (throughput_vs_plain: the whole run with its first windows; `steady`:
-  without the first two); the same with all samples alike, and with the deterministic stages alone. `processor`: the ratio of
-  processor seconds over all processes, which hardly depends on what else the machine does.
+  process, from the first window on: a plain DataLoader with the same functions; reuse with r_max 4 by importance
+  (throughput_vs_plain: the whole run with its first windows; `steady`: without the first two); the same with all samples alike, and with the deterministic stages alone. `processor`: the ratio of
+  processor seconds over all processes, which hardly depends on what else the machine does. treat_overhead: the
+  same pipeline with treat="reuse" where no result may be kept, against plain.
 - echo: reading takes 4 ms a sample in each of two workers, a small network learns glyphs. Echo makes 1.5 times the steps and
   reads a fraction of the samples: seconds until the accuracy that always reading ends with, less 0.3 points, is reached
   (echo_speedup; 0 = not reached). The control reads always, in about the time echo took, its schedule fitted to that.
@@ -141,7 +141,6 @@ def reuse(n: int, windows: int) -> dict[str, Any]:
 
     arms: dict[str, tuple[Any, Tensor | None]] = {
         "plain": (DataLoader(plain_data, BATCH, shuffle=True, **options), None),
-        "fresh": (ours([decode_resize, rand_augment, crop_flip], "reuse"), losses),
         "reuse": (ours(stages, Treat("reuse", r_max=4)), losses),
         "alike": (ours(stages, Treat("reuse", r_max=4)), None),
         "deterministic": (ours(stages, Treat("reuse", r_max=4, split=1)), losses),
@@ -157,17 +156,12 @@ def reuse(n: int, windows: int) -> dict[str, Any]:
     steady = {name: float(np.median(found[2:, 0])) for name, found in spent.items()}
     last = told(arms["reuse"][0])
     print(arms["reuse"][0].report().split("\n\n")[-1])
-    ratios = spent["fresh"][1:] / spent["plain"][1:]
     return {
         "throughput_vs_plain": round(whole["plain"] / whole["reuse"], 3),
         "steady_vs_plain": round(steady["plain"] / steady["reuse"], 3),
         "all_alike_vs_plain": round(whole["plain"] / whole["alike"], 3),
         "deterministic_only_vs_plain": round(whole["plain"] / whole["deterministic"], 3),
         "processor_plain_vs_reuse": round(processor["plain"] / processor["reuse"], 3),
-        "treat_overhead": round(float(np.median(ratios[:, 0])), 4),
-        "treat_overhead_interval": _interval(ratios[:, 0]),
-        "treat_overhead_processor": round(float(np.median(ratios[:, 1])), 4),
-        "treat_overhead_processor_interval": _interval(ratios[:, 1]),
         "fresh_share": round(1 - last["reused"] / last["visits"], 3),
         "costs_us": last["costs_us"],
         "plain_images_per_second": round(n * windows / whole["plain"]),
@@ -176,15 +170,52 @@ def reuse(n: int, windows: int) -> dict[str, Any]:
     }
 
 
+def nothing_to_save(n: int, turns: int) -> dict[str, Any]:
+    """treat="reuse" where no result may be kept, against plain; and plain against plain, which is what the machine blurs.
+
+    Turns in the order ABC, CBA, ...; the ratio is that of all seconds, its interval by resampling turns.
+    """
+    data = Jpegs(n)
+    plain_data = Jpegs(0, everything)
+    plain_data.files = data.files
+    losses, options = torch.rand(n, generator=torch.Generator().manual_seed(0)), {"num_workers": WORKERS}
+    arms: list[tuple[Any, Tensor | None]] = [
+        (DataLoader(plain_data, BATCH, shuffle=True, persistent_workers=True, **options), None),
+        (
+            salience.Loader(
+                data, BATCH, epochs=turns + 1, augment=[decode_resize, rand_augment, crop_flip], treat="reuse",
+                persistent_workers=True, **options,
+            ),
+            losses,
+        ),
+        (DataLoader(plain_data, BATCH, shuffle=True, persistent_workers=True, **options), None),
+    ]  # fmt: skip
+    for arm in arms:
+        pass_over(*arm)
+    spent = np.zeros((turns, len(arms), 2))
+    for turn in range(turns):
+        for k in range(len(arms))[:: 1 if turn % 2 else -1]:
+            spent[turn, k] = pass_over(*arms[k])
+    drawn = spent[np.random.default_rng(0).integers(0, turns, (2000, turns))].sum(1)
+
+    def ratio(k: int, what: int) -> dict[str, Any]:
+        ends = np.quantile(drawn[:, k, what] / drawn[:, 0, what], (0.025, 0.975))
+        return {
+            "ratio": round(float(spent[:, k, what].sum() / spent[:, 0, what].sum()), 4),
+            "interval": ends.round(4).tolist(),
+        }
+
+    ours, again, processor = ratio(1, 0), ratio(2, 0), ratio(1, 1)
+    return {
+        "treat_overhead": ours["ratio"], "treat_overhead_interval": ours["interval"],
+        "treat_overhead_processor": processor["ratio"], "treat_overhead_processor_interval": processor["interval"],
+        "plain_vs_plain": again["ratio"], "plain_vs_plain_interval": again["interval"],
+    }  # fmt: skip
+
+
 def told(loader: salience.Loader) -> dict[str, Any]:
     """What the Loader last said of its stages."""
     return next(event for event in reversed(list(loader.events.recent)) if event["kind"] == "treat")
-
-
-def _interval(values: np.ndarray) -> list[float]:
-    """95% interval of the median, by resampling."""
-    medians = np.median(np.random.default_rng(0).choice(values, (2000, len(values))), axis=1)
-    return [round(float(q), 4) for q in np.quantile(medians, (0.025, 0.975))]
 
 
 # ---------------------------------------------------------------- echo
@@ -377,6 +408,8 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     found = reuse(160, 8) if given.quick else reuse(640, 30)
+    print(json.dumps(found), flush=True)
+    found |= nothing_to_save(160, 6) if given.quick else nothing_to_save(320, 60)
     print(json.dumps(found), flush=True)
     found |= echo(1000, 6, 1) if given.quick else echo(1500, 12, 3)
     print(json.dumps(found))

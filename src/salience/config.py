@@ -171,6 +171,8 @@ class TrainConfig:
     workers: int = 2
     auto: bool = False
     """Measure the run and change the number of workers where that makes it faster; training stays what it is."""
+    sinks: str = ""
+    """Where figures go besides the event log, with commas between: tensorboard:FOLDER, wandb:PROJECT, mlflow:URI."""
     seed: int = 0
     device: str = ""
     """cpu, cuda, cuda:1, ...; empty takes the best there is."""

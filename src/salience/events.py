@@ -6,7 +6,7 @@ fields depend on the kind:
     run        config, versions, population, seed        once, at the start (and again after a resume)
     plan       window, picked, population, filters, ...   at each window's start
     signals    layers, left_out, share, text              once, when the attached model's first batch came
-    window     window, seconds, overhead, losses, ...     at each window's end
+    window     window, seconds, overhead, steps, ...      at each window's end
     evaluated  metric, progress                           whenever the user reports a validation result
     steered    from, to, metric, mean, spread, reason     when keep = "auto" moved the share that is kept
     copies     samples, groups                            when copies were looked for
@@ -14,6 +14,7 @@ fields depend on the kind:
     broken     window, id, name, reason                   a sample of a Source that could not be read or decoded
     feed       window, broken, bytes and requests, ...    at each window's end, where a Source is read
     treat      window, stages, fresh, reused, ...         at each window's end, where there are stages
+    verdict    bound, cause, text, costs, levers, ...     what holds the run back, as often as it was measured
     decision   window, lever, action, predicted, ...      what `auto` tried, kept, undid or left alone, and why
     settings   window, workers, cache, treat, select      what `auto` has a window run with
     observed   summary                                    when a report was asked for

@@ -24,6 +24,7 @@ from salience.feed.dataset import Decode, Fed, FeedCollate, SourceDataset
 from salience.feed.source import Source
 from salience.ledger import Ledger
 from salience.loading import Deciding
+from salience.report.sinks import Sink
 from salience.run import Select
 from salience.seeds import WORKERS, torch_seed
 from salience.select.reference import Opinion
@@ -58,8 +59,9 @@ class Loader(Deciding):
     `generator` given), and the ledger fills. DataLoader's other arguments pass through. `with_ids=True` delivers
     `(ids, batch)`, for loops that fetch ahead. `ledger` starts from what another run learnt, `reference` is what
     other models think of the samples (for `rho`, `proxy`, `cscore`), `baseline` the event logs of earlier runs, by which
-    `keep = "auto"` is steered. `trace` records the plans in a folder, `log` is the JSONL event log. A failing plug-in
-    is switched off, named and logged; with `strict=True` it raises.
+    `keep = "auto"` is steered. `trace` records the plans in a folder, `log` is the JSONL event log, `sinks` are other
+    places for its figures ("tensorboard:runs/tb", "wandb:project", "mlflow:uri", or a function of each event). A failing
+    plug-in is switched off, named and logged; with `strict=True` it raises.
 
     A `salience.Source` is read batch by batch and delivers `(decode(data), label)`, `decode` being yours: bytes to sample. A
     sample that cannot be read or decoded is stood in for by another one of the batch, with loss weight 0, and named in
@@ -74,7 +76,8 @@ class Loader(Deciding):
 
     `auto=True` measures the run, tries at window edges what could make it faster and was not given (workers, cache), keeps
     what does, and logs every decision. With a `baseline` or `auto="lossy"` also what changes training: `treat` where there
-    is `augment`, and `select`. The event log of such a run as `auto` does the same again.
+    is `augment`, and `select`. The event log of such a run as `auto` does the same again. `policy="bandit"` tries what is
+    expected to gain most instead of testing levers one by one; "bandit:FILE" remembers for the next run what came of it.
     """
 
     def __init__(
@@ -104,8 +107,10 @@ class Loader(Deciding):
         embeddings: npt.ArrayLike | None = None,
         trace: str | Path | None = None,
         log: EventLog | str | Path | None = None,
+        sinks: Sequence[str | Sink] = (),
         strict: bool = False,
         auto: bool | str | Path = False,
+        policy: str = "heuristic",
         **dataloader: Any,
     ) -> None:
         _check_arguments(batch_size, dataloader)
@@ -122,10 +127,11 @@ class Loader(Deciding):
         if not 0 <= max_broken <= 1:
             raise ConfigError(f"max_broken is {max_broken}; it must be a share from 0 to 1.")
         n = _length(dataset)
-        self._auto = Auto(auto, baseline, epochs=epochs) if auto else None
+        self._auto = Auto(auto, baseline, epochs=epochs, policy=policy) if auto else None
         super().__init__(
             n, batch_size=batch_size, epochs=epochs, select=select, seed=seed, drop_last=drop_last, generator=generator,
-            ledger=ledger, reference=reference, baseline=baseline, embeddings=embeddings, trace=trace, log=log, strict=strict,
+            ledger=ledger, reference=reference, baseline=baseline, embeddings=embeddings, trace=trace, log=log, sinks=sinks,
+            strict=strict,
         )  # fmt: skip
         self.dataset = dataset
         self.with_ids = with_ids

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from salience.events import EventLog
 from salience.ledger import Ledger
+from salience.report.sinks import Sink
 from salience.run import Run, Select
 from salience.select.reference import Opinion
 from salience.select.steering import Paths
@@ -46,11 +47,13 @@ class Selector(Run):
         embeddings: npt.ArrayLike | None = None,
         trace: str | Path | None = None,
         log: EventLog | str | Path | None = None,
+        sinks: Sequence[str | Sink] = (),
         strict: bool = False,
     ) -> None:
         super().__init__(
             n, batch_size=batch_size, epochs=epochs, select=select, seed=seed, drop_last=drop_last, generator=generator,
-            ledger=ledger, reference=reference, baseline=baseline, embeddings=embeddings, trace=trace, log=log, strict=strict,
+            ledger=ledger, reference=reference, baseline=baseline, embeddings=embeddings, trace=trace, log=log, sinks=sinks,
+            strict=strict,
         )  # fmt: skip
         self.device = torch.device(device)
         if labels is not None:

@@ -112,6 +112,7 @@ class Training:
         loader = Loader(
             self.data.train, config.batch_size, epochs=config.epochs, select=config.select or None, seed=config.seed,
             ledger=checkpoint.ledger_file(config.ledger) if config.ledger and fresh else None, log=log, auto=config.auto,
+            sinks=[part.strip() for part in config.sinks.split(",") if part.strip()],
             # Not persistent: when observing, a resumed shuffle would then draw other numbers; and a Loader is part of
             # reference cycles, whose collection waits five seconds for each worker that is still there.
             **self._workers(persistent=False),

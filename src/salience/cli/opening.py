@@ -34,7 +34,7 @@ def open_run(given: str, *, name: str = "", ledger: str = "", whole: bool = True
 
     path = Path(given)
     folder = path if path.is_dir() else path.parent if path.name == checkpoint.LOG else None
-    log = read_log(path / checkpoint.LOG if path.is_dir() else path)
+    log = read_log(log_file(given))
     saved = _checkpoint(folder)
     notes: list[str] = []
     found = near = file = None
@@ -56,6 +56,14 @@ def open_run(given: str, *, name: str = "", ledger: str = "", whole: bool = True
         file=file, notes=notes,
     )  # fmt: skip
     return Opened(story=story, ledger=found, settings=settings)
+
+
+def log_file(given: str) -> Path:
+    """Of a run, named by its folder or by the log itself."""
+    from salience import checkpoint
+
+    path = Path(given)
+    return path / checkpoint.LOG if path.is_dir() else path
 
 
 def run_name(path: Path) -> str:

@@ -38,6 +38,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--whole", action="store_true", help="let the script run to its end")
     parser.add_argument("--json", metavar="FILE", help="write everything measured there as well")
+    parser.add_argument("--log", metavar="FILE", help="append it to an event log, for `salience report`")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,6 +79,12 @@ def run(args: argparse.Namespace) -> int:
     say(rendered(made))
     if args.json:
         Path(args.json).write_text(json.dumps(asdict(made), indent=1))
+    if args.log:
+        from salience.events import EventLog
+        from salience.watch.model import told
+
+        usage_over_time = [asdict(sample) for sample in made.usage]
+        EventLog(args.log).emit("verdict", **told(made.verdict, made.costs, made.ceilings), usage=usage_over_time)
     return 0
 
 

@@ -4,6 +4,7 @@
     salience report runs/train -o report.html           one self-contained page, with pictures
     salience report run.jsonl --ledger ledger.npz -o report.html
     salience report runs/less --baseline runs/all -o report.html
+    salience report runs/train --sink tensorboard:runs/tb
 
 RUN is the folder of a run, or the event log of a loop of your own (the file given as log=). Pictures come from the
 data of the run where they still lie there, or from --data. A run that crashed is told as far as it came.
@@ -24,6 +25,12 @@ def add(commands: Any) -> None:
     parser.add_argument("path", metavar="RUN", help="folder of a run, or its event log")
     parser.add_argument("-o", "--output", metavar="FILE", default="", help="HTML file to write")
     parser.add_argument("--baseline", metavar="RUN", default="", help="run to set it against")
+    parser.add_argument(
+        "--sink",
+        metavar="SINK",
+        default="",
+        help="send the log's figures to tensorboard:FOLDER, wandb:PROJECT, mlflow:URI",
+    )
     parser.add_argument("--ledger", metavar="FILE", default="", help="ledger of the run, where it does not lie there")
     parser.add_argument(
         "--data", metavar="PATH", default="", help="the run's images: folder, tar, or what a Source takes"
@@ -46,6 +53,13 @@ def run(args: argparse.Namespace) -> int:
         say(" ".join(sentences(difference)))
     for note in (*opened.story.notes, *(baseline.notes if baseline else ())):
         say(f"Note: {note}")
+    if args.sink:
+        from salience.cli.opening import log_file
+        from salience.report.log import read_log
+        from salience.report.sinks import replayed
+
+        replayed(read_log(log_file(args.path)).events, args.sink)
+        say(f"Sent to {args.sink}.")
     if not args.output:
         say("The whole story as a page: add -o report.html")
         return 0

@@ -32,6 +32,7 @@ HELP = {
     "ledger": "ledger, or folder of a run, to start from what it learnt",
     "workers": "processes that decode images",
     "auto": "measure the run and keep what makes it faster; training stays what it is",
+    "sinks": "where figures go as well: tensorboard:FOLDER, wandb:PROJECT, mlflow:URI; commas between several",
     "seed": "same seed, same run",
     "device": "cpu, cuda, cuda:1, ...; without it, the best there is",
     "out": "folder for checkpoints, ledger and event log",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from salience.decide.bandit import Bandit, Memory
 from salience.decide.controller import Controller, Decision, Replay
 from salience.decide.levers import Reach
 from salience.decide.seen import LEAST, Seen, look
@@ -15,6 +16,7 @@ from salience.select.steering import Paths, read_histories
 from salience.watch.probe import WARM, Probe
 from salience.watch.steps import Step, Steps
 
+POLICIES = ("heuristic", "bandit")
 TIMED = 8
 """Batches of a probe whose time is taken, at most."""
 
@@ -22,12 +24,18 @@ TIMED = 8
 class Auto:
     """Sees windows, and asks the controller between them."""
 
-    def __init__(self, what: bool | str | Path, baseline: Paths | None, *, epochs: int | None) -> None:
+    def __init__(
+        self, what: bool | str | Path, baseline: Paths | None, *, epochs: int | None, policy: str = "heuristic"
+    ) -> None:
         if epochs is None:
             raise ConfigError(
                 "auto needs epochs=: the number of passes you will make, so that trials stay a small share."
             )
         self._epochs = epochs
+        self._policy, _, remembered = policy.partition(":")
+        if self._policy not in POLICIES or (remembered and self._policy != "bandit"):
+            raise ConfigError(f'policy is {policy!r}; it is "heuristic", "bandit" or "bandit:FILE".')
+        self._memory = Memory(Path(remembered) if remembered else None) if self._policy == "bandit" else None
         self._recorded = recorded(what) if isinstance(what, (str, Path)) and what != "lossy" else None
         self._baseline = baseline
         self.lossy = what == "lossy" or baseline is not None
@@ -48,9 +56,12 @@ class Auto:
             self.controller = Replay(settings, self._recorded)
             return
         histories = read_histories(self._baseline) if self._baseline is not None and decides else ()
-        self.controller = Controller(
-            settings, windows=self._epochs, batches=self._epochs * batches, lossy=self.lossy, histories=histories
-        )
+        given: dict[str, Any] = {"windows": self._epochs, "batches": self._epochs * batches}
+        given |= {"lossy": self.lossy, "histories": histories}
+        if self._memory is not None:
+            self.controller = Bandit(settings, memory=self._memory if decides else Memory(), **given)
+        else:
+            self.controller = Controller(settings, **given)
 
     def open(self, steps: Steps, batches: int, *, ahead: int, planned: float, restarts: bool) -> Probe | None:
         """A window begins; the probe for it, where one is wanted and fits."""

@@ -57,7 +57,8 @@ class Controller:
         """Of the last window that was measured."""
         self._windows, self._batches = windows, batches
         self._lossy, self._histories = lossy or bool(histories), histories
-        self._costs: Costs | None = None
+        self.costs: Costs | None = None
+        """As measured with it."""
         self._step: float | None = None
         """Seconds of a step when it was measured last."""
         self._trial: Trial | None = None
@@ -94,7 +95,7 @@ class Controller:
         if self.probing:
             if seen.costs is None:
                 return said
-            self.probing, self._costs, self._step = False, seen.costs, seen.step
+            self.probing, self.costs, self._step = False, seen.costs, seen.step
             self.verdict = verdict(seen.costs)
         elif self._step is not None and abs(math.log(seen.step / self._step)) > math.log(DRIFT):
             self.probing = True
@@ -103,10 +104,10 @@ class Controller:
 
     def _choose(self, window: int, seen: Seen, reach: Reach) -> list[Decision]:
         """The best lever goes on; levers that are not worth it are named once."""
-        assert self._costs is not None
+        assert self.costs is not None
         said = [self._skip(window, name, None, why) for name, why in reach.refused.items()]
         worth: list[Option] = []
-        for option in options(self._costs, self.settings, reach, window):
+        for option in options(self.costs, self.settings, reach, window):
             why = self._against(option, window)
             if why:
                 said.append(self._skip(window, option.name, option.predicted, why))
@@ -218,7 +219,7 @@ class Controller:
         return {
             "settings": asdict(self.settings), "probing": self.probing, "held": self.held, "spent": self._spent,
             "verdict": None if self.verdict is None else asdict(self.verdict),
-            "costs": None if self._costs is None else asdict(self._costs),
+            "costs": None if self.costs is None else asdict(self.costs),
             "step": self._step, "trial": None if self._trial is None else _flat(self._trial),
             "undone": dict(self._undone), "banned": sorted(self._banned), "proven": sorted(self._proven),
             "said": sorted(self._said), "heard": None if self._heard is None else list(self._heard),
@@ -228,7 +229,7 @@ class Controller:
         self.settings = Settings(**state["settings"])
         self.probing, self.held, self._spent = bool(state["probing"]), int(state["held"]), int(state["spent"])
         self.verdict = None if state["verdict"] is None else Verdict(**state["verdict"])
-        self._costs = None if state["costs"] is None else Costs(**state["costs"])
+        self.costs = None if state["costs"] is None else Costs(**state["costs"])
         self._step = state["step"]
         self._trial = None if state["trial"] is None else _trial(state["trial"])
         self._undone = dict(state["undone"])

@@ -44,6 +44,8 @@ class Option:
     """With it on."""
     predicted: float
     """The speed-up at most."""
+    saves: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Stage -> share of its cost that goes, at most."""
 
 
 def options(costs: Costs, now: Settings, reach: Reach, window: int) -> list[Option]:
@@ -54,7 +56,8 @@ def options(costs: Costs, now: Settings, reach: Reach, window: int) -> list[Opti
         predicted = ceiling(costs, lever).speedup
         found.append(
             Option(
-                name=lever.name, exact=lever.exact, remembers=remembers, settings=settings, predicted=min(predicted, 99.0)
+                name=lever.name, exact=lever.exact, remembers=remembers, settings=settings,
+                predicted=min(predicted, 99.0), saves=dict(lever.saves),
             )
         )  # fmt: skip
 

@@ -13,6 +13,7 @@ from salience.decide import Auto, Reach, Settings
 from salience.errors import SalienceError, StateError
 from salience.feed.cache import memory_bytes
 from salience.loading.staging import Staging
+from salience.watch.model import told
 
 
 class Deciding(Staging):
@@ -32,15 +33,7 @@ class Deciding(Staging):
             before = controller.verdict
             decisions = auto.edge(self.epoch, self.steps, self._reach())
             if controller.verdict is not None and controller.verdict is not before:
-                found = controller.verdict
-                self.events.emit(
-                    "verdict",
-                    window=self.epoch,
-                    bound=found.kind,
-                    cause=found.cause,
-                    share=found.share,
-                    text=found.text,
-                )
+                self.events.emit("verdict", window=self.epoch, **told(controller.verdict, controller.costs))
             for decision in decisions:
                 self.events.emit("decision", **asdict(decision))
         if self._group is not None:

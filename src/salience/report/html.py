@@ -20,7 +20,7 @@ from salience.feed.told import size
 from salience.report import words
 from salience.report.charts import Chart, Series, bars, columns, lines
 from salience.report.compared import HEAD, Arm, Comparison, rows, sentences
-from salience.report.story import GROUPS, HARDEST, MEMBERS, SUSPECTS, Evaluation, Story
+from salience.report.story import GROUPS, HARDEST, MEMBERS, SUSPECTS, Decided, Evaluation, Story
 
 CLASSES = 20
 """Classes shown in a chart; of more, the most uneven."""
@@ -43,7 +43,14 @@ def page(story: Story, *, pictures: Pictures | None = None, baseline: Comparison
         head=HEAD,
         rows=[] if baseline is None else rows(baseline),
         results=[one for one in (_results(story, baseline), _seconds(story)) if one is not None],
-        selected=[one for one in (_kept(story), _times(story), _losses(story), _balance(story)) if one is not None],
+        waiting=words.waiting(story),
+        timeline=[one for one in (_timeline(story), _work(story)) if one is not None],
+        decided=[_decision(one) for one in story.decided],
+        selected=[
+            one
+            for one in (_kept(story), _by_importance(story), _times(story), _losses(story), _balance(story))
+            if one is not None
+        ],
         dropped=_dropped(story),
         reasons=_reasons(story),
         bytes=_bytes(story),
@@ -148,6 +155,57 @@ def _seconds(story: Story) -> Chart | None:
     return columns(
         "Seconds an epoch", [str(w.number + 1) for w in done], parts, x_label="epoch", form=lambda v: f"{v:.3g} s"
     )
+
+
+def _timeline(story: Story) -> Chart | None:
+    """Seconds of every epoch by what the loop did in them."""
+    done = [window for window in story.windows if window.spent is not None]
+    if not done:
+        return None
+    spent = [window.spent for window in done if window.spent is not None]
+    rest = [max(0.0, w.seconds - s.wait - s.forward - s.backward) for w, s in zip(done, spent, strict=True)]
+    series = [
+        Series(name="waiting for batches", values=[one.wait for one in spent]),
+        Series(name="forward", values=[one.forward for one in spent]),
+        Series(name="backward and optimizer", values=[one.backward for one in spent]),
+        Series(name="planning and the rest", values=rest),
+    ]
+    names = [str(window.number + 1) for window in done]
+    return columns("Seconds of the loop", names, series, x_label="epoch", form=lambda v: f"{v:.3g} s")
+
+
+def _work(story: Story) -> Chart | None:
+    work = {name: spent for name, spent in story.work.items() if spent > 0}
+    if not work:
+        return None
+    names = sorted(work, key=lambda name: -work[name])
+    values = [Series(name="seconds", values=[work[name] for name in names])]
+    return bars("Seconds of the workers", names, values, form=words.seconds, what="stage")
+
+
+def _decision(one: Decided) -> tuple[str, str, str, str, str, str]:
+    """A row: epoch, lever, what was done, predicted, measured with its interval, why."""
+    measured = "" if one.measured is None else f"{one.measured:.2f}x"
+    if one.interval is not None:
+        measured += f" ({one.interval[0]:.2f} to {min(one.interval[1], 99.0):.2f})"
+    predicted = "" if one.predicted is None else f"{one.predicted:.2f}x"
+    return str(one.window + 1), one.lever, one.action, predicted, measured, one.reason
+
+
+def _by_importance(story: Story) -> Chart | None:
+    """What was picked of the least and of the most important samples, over time."""
+    done = [window for window in story.windows if len(window.by_importance) == 10]
+    if not done or all(share == 1 for window in done for share in window.by_importance):
+        return None
+    groups = (("least important tenth", 0, 1), ("middle", 4, 6), ("most important tenth", 9, 10))
+    series = [
+        Series(name=name, values=[sum(w.by_importance[low:high]) / (high - low) for w in done])
+        for name, low, high in groups
+    ]
+    return lines(
+        "Share visited, by importance", [w.number + 1.0 for w in done], series, x_label="epoch", form=words.percent,
+        least=0.0,
+    )  # fmt: skip
 
 
 def _kept(story: Story) -> Chart | None:

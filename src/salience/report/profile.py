@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from salience.watch.model import WORTH, Ceiling, Costs, Verdict, ceiling, levers, verdict
 from salience.watch.usage import Sample, sparkline
 
@@ -28,6 +30,12 @@ class Profile:
         notes: list[str] = []
         if not losses:
             notes.append("The script never calls loader.loss(), so forward and backward cannot be told apart.")
+        if not torch.cuda.is_available():
+            notes.append("No GPU was found: the accelerator is this machine's processor.")
+        elif "pynvml" in missing:
+            notes.append(
+                "nvidia-ml-py is not installed (pip install 'salience[watch]'): the GPU's utilisation is not shown."
+            )
         if "psutil" in missing:
             notes.append(
                 "psutil is not installed (pip install 'salience[watch]'): utilisation of the machine is not shown."

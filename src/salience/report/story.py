@@ -28,6 +28,17 @@ class Note:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Spent:
+    """Where the seconds of a window's steps went."""
+
+    wait: float
+    forward: float
+    backward: float
+    work: Mapping[str, float]
+    """Of the workers, by stage."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
     """One window as planned and as far as it was done."""
 
@@ -39,6 +50,9 @@ class Window:
     of: int = 0
     finished: bool = False
     seconds: float = 0.0
+    spent: Spent | None = None
+    by_importance: tuple[float, ...] = ()
+    """Share of the samples that was picked, by tenths of importance."""
 
     @property
     def done(self) -> float:
@@ -65,6 +79,29 @@ class Steered:
     window: int
     before: float
     after: float
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """What held the run back, as it was measured."""
+
+    window: int
+    text: str
+    levers: tuple[tuple[str, bool, float, float, float], ...]
+    """(name, whether it leaves the run as it is, speed-up at most, and its bracket)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decided:
+    """What `auto` did about it."""
+
+    window: int
+    lever: str
+    action: str
+    predicted: float | None
+    measured: float | None
+    interval: tuple[float, float] | None
     reason: str
 
 
@@ -119,6 +156,8 @@ class Story:
     asides: tuple[str, ...]
     """What else was done beside the training."""
     steered: tuple[Steered, ...]
+    held: tuple[Held, ...]
+    decided: tuple[Decided, ...]
     broken: tuple[Broken, ...]
     warnings: tuple[tuple[str, int], ...]
     """Each text, and how often it came."""
@@ -139,6 +178,22 @@ class Story:
     @property
     def share(self) -> float:
         return self.visits / self.full if self.full else 1.0
+
+    @property
+    def waiting(self) -> float | None:
+        """Share of the steps' time that the loop waited for batches; None where it was not measured."""
+        spent = [window.spent for window in self.windows if window.spent is not None]
+        total = sum(one.wait + one.forward + one.backward for one in spent)
+        return sum(one.wait for one in spent) / total if total > 0 else None
+
+    @property
+    def work(self) -> dict[str, float]:
+        """Seconds of the workers, by stage."""
+        found: dict[str, float] = {}
+        for window in self.windows:
+            for name, spent in () if window.spent is None else window.spent.work.items():
+                found[name] = found.get(name, 0.0) + spent
+        return found
 
     @property
     def selects(self) -> bool:

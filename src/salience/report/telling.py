@@ -12,13 +12,26 @@ from salience.events import Event
 from salience.ledger import Ledger
 from salience.report.known import know
 from salience.report.log import Log, number
-from salience.report.story import SUSPECTS, Broken, Evaluation, Note, Steered, Story, Treated, Window, shown
+from salience.report.story import (
+    SUSPECTS,
+    Broken,
+    Decided,
+    Evaluation,
+    Held,
+    Note,
+    Spent,
+    Steered,
+    Story,
+    Treated,
+    Window,
+    shown,
+)
 from salience.report.words import count
 from salience.select.findings import CopyGroup, Findings, Groups, Hard, Suspect, findings
 
 KINDS = (
     "run", "plan", "signals", "window", "evaluated", "steered", "copies", "findings", "broken", "feed", "observed",
-    "scored", "treat", "warning",
+    "scored", "treat", "verdict", "decision", "settings", "warning",
 )  # fmt: skip
 """Events a report makes something of; others are counted."""
 
@@ -72,6 +85,8 @@ def tell(
         treated=next(iter(reversed(made("treat", _treated))), None),
         asides=(*dict.fromkeys(made("signals", lambda event: str(event["text"]))), *_scored(made("scored", _samples))),
         steered=tuple(made("steered", _steered)),
+        held=tuple(made("verdict", _held)),
+        decided=tuple(made("decision", _decided)),
         broken=_first_of_each(made("broken", _broken)),
         warnings=tuple(texts.items()),
         notes=(*said, *_left_out(events, odd)),
@@ -117,15 +132,25 @@ def _planned(event: Event) -> Window:
         for n in event["filters"]
     )
     return Window(
-        number=int(event["window"]), picked=int(event["picked"]), population=int(event["population"]), notes=notes
-    )
+        number=int(event["window"]), picked=int(event["picked"]), population=int(event["population"]), notes=notes,
+        by_importance=tuple(map(float, event.get("by_importance") or ())),
+    )  # fmt: skip
 
 
 def _ended(event: Event) -> Window:
     return Window(
         number=int(event["window"]), picked=0, population=0, batches=int(event["batches"]), of=int(event["of"]),
-        finished=bool(event["finished"]), seconds=float(event["seconds"]),
+        finished=bool(event["finished"]), seconds=float(event["seconds"]), spent=_spent(event.get("steps")),
     )  # fmt: skip
+
+
+def _spent(steps: Mapping[str, Any] | None) -> Spent | None:
+    if not steps:
+        return None
+    work = {str(name): float(seconds) for name, seconds in steps["work"].items()}
+    return Spent(
+        wait=float(steps["wait"]), forward=float(steps["forward"]), backward=float(steps["backward"]), work=work
+    )
 
 
 def _windows(planned: Sequence[Window], ended: Sequence[Window]) -> tuple[Window, ...]:
@@ -136,7 +161,8 @@ def _windows(planned: Sequence[Window], ended: Sequence[Window]) -> tuple[Window
         end = ends.get(plan.number, plan)
         both[plan.number] = Window(
             number=plan.number, picked=plan.picked, population=plan.population, notes=plan.notes,
-            batches=end.batches, of=end.of, finished=end.finished, seconds=end.seconds,
+            batches=end.batches, of=end.of, finished=end.finished, seconds=end.seconds, spent=end.spent,
+            by_importance=plan.by_importance,
         )  # fmt: skip
     return tuple(both[number] for number in sorted(both))
 
@@ -238,6 +264,28 @@ def _steered(event: Event) -> Steered:
     return Steered(
         window=int(event["window"]), before=float(event["from"]), after=float(event["to"]), reason=str(event["reason"])
     )
+
+
+def _held(event: Event) -> Held:
+    return Held(
+        window=int(event.get("window") or 0), text=str(event["text"]),
+        levers=tuple(
+            (str(one["name"]), bool(one["exact"]), float(one["speedup"]), float(one["low"]), float(one["high"]))
+            for one in event.get("levers") or ()
+        ),
+    )  # fmt: skip
+
+
+def _decided(event: Event) -> Decided:
+    def known(value: Any) -> float | None:
+        return None if value is None else float(value)
+
+    ends = event.get("interval")
+    return Decided(
+        window=int(event["window"]), lever=str(event["lever"]), action=str(event["action"]), reason=str(event["reason"]),
+        predicted=known(event.get("predicted")), measured=known(event.get("measured")),
+        interval=None if ends is None or None in ends else (float(ends[0]), float(ends[1])),
+    )  # fmt: skip
 
 
 def _broken(event: Event) -> Broken:

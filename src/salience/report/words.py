@@ -51,6 +51,21 @@ def verdict(story: Story) -> str:
     return " ".join(part for part in (_trained(story), _cost(story), _found(story)) if part)
 
 
+def waiting(story: Story) -> str:
+    """Where the time went, in a sentence or two: as it was measured last, or from the seconds of the steps."""
+    if story.held:
+        return story.held[-1].text
+    share, work = story.waiting, story.work
+    if share is None:
+        return ""
+    text = f"The loop waited for batches {percent(share)} of its time."
+    total = sum(work.values())
+    if total > 0:
+        most = max(work, key=lambda name: work[name])
+        text += f" Of what the workers did, {most} took {work[most] / total:.0%}."
+    return text
+
+
 def _trained(story: Story) -> str:
     done = sum(window.finished for window in story.windows)
     what = str(story.settings.get("model") or "The model")

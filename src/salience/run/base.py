@@ -81,6 +81,7 @@ class Base:
             "plan", window=plan.window, picked=len(plan), population=plan.population, progress=self.progress,
             seconds=self.watch.seconds.get("plan", 0.0),
             filters=[{"name": n.name, "dropped": n.dropped, "forced": n.forced, "reason": n.reason} for n in plan.notes],
+            by_importance=picked_by_importance(plan),
         )  # fmt: skip
 
     def _emit_findings(self) -> None:
@@ -122,6 +123,17 @@ class Base:
     def copies(self) -> Copies | None:
         """Which samples are copies of each other, as far as they were looked for."""
         return None if self._copies is None else self._copies.found
+
+
+def picked_by_importance(plan: Plan, parts: int = 10) -> list[float] | None:
+    """Share of the samples that is visited, by tenths of importance from the least on; None where all are alike."""
+    if plan.ranks is None:
+        return None
+    part = np.minimum((plan.ranks.astype(np.float32) * parts).astype(np.int64), parts - 1)
+    visited = np.zeros(plan.population, dtype=bool)
+    visited[plan.ids] = True
+    every = np.bincount(part, minlength=parts)
+    return (np.bincount(part[visited], minlength=parts) / np.maximum(1, every)).round(4).tolist()
 
 
 def warn(events: EventLog, text: str) -> None:

@@ -6,7 +6,7 @@ import functools
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from salience.events import EventLog
 from salience.ledger import Ledger, Recorder
 from salience.ledger.exchange import current_group
 from salience.plan import Plan, Shard, Trace
+from salience.report.sinks import Sink, guarded, sink
 from salience.run.base import Batch, warn
 from salience.run.losses import Losses
 from salience.select import Pipeline, preset
@@ -74,6 +75,7 @@ class Windows(Losses):
         embeddings: npt.ArrayLike | None,
         trace: str | Path | None,
         log: EventLog | str | Path | None,
+        sinks: Sequence[str | Sink],
         strict: bool,
     ) -> None:
         self._config = resolve(select)
@@ -91,6 +93,8 @@ class Windows(Losses):
         self._group = current_group()
         self.rank, self.world = (self._group.rank, self._group.world) if self._group else (0, 1)
         self.events = log if isinstance(log, EventLog) else EventLog(log if self.rank == 0 else None)
+        for given in sinks if self.rank == 0 else ():
+            self.events.listen(guarded(sink(given), functools.partial(warn, self.events), strict=strict))
         self.watch = Stopwatch()
         self.steps = Steps()
         self._ledger = self._group.ledger(n) if self._group else Ledger(n)
@@ -284,9 +288,11 @@ class Windows(Losses):
             next(self._shuffle, None)  # a plain shuffle draws once more at its end
         if self._group is None:
             self._flush()
+        spent = self.steps.spent()
         self.events.emit(
             "window", window=self.epoch, batches=len(self._delivered), of=len(self._shard), finished=finished,
             seconds=time.perf_counter() - self._opened_at, overhead=dict(self.watch.seconds),
+            **({"steps": asdict(spent)} if spent.steps else {}),
         )  # fmt: skip
         self._open = False
         self._visited += sum(int(self._shard.global_sizes[number]) for number in self._delivered)

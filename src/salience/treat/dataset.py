@@ -129,7 +129,9 @@ class Staged(Dataset[Any]):
         per_read = (perf_counter() - begin) / max(1, len(wanted))
         clock.add(0, per_read * len(wanted), len(wanted))
         read = dict(zip(wanted, samples, strict=True))
-        first_seeds = sample_seeds(self._seed, how.born, array, PREFIX).tolist()
+        first_seeds: list[int] = []
+        if how.split:
+            first_seeds = sample_seeds(self._seed, how.born, array, PREFIX).tolist()
         seeds = sample_seeds(self._seed, how.window, array, how.level >> VIEW, REST).tolist()
         cost = np.full(len(ids), np.nan, dtype=np.float32)
         unfit = 0
@@ -141,9 +143,10 @@ class Staged(Dataset[Any]):
                 value, rest = found[k]
             else:
                 value, rest = parts(read.pop(k))
-                if self._draws[how.split]:
-                    seed_globals(first_seeds[k])
-                value = self.through(value, 0, how.split, strength, first_seeds[k], clock)
+                if how.split:
+                    if self._draws[how.split]:
+                        seed_globals(first_seeds[k])
+                    value = self.through(value, 0, how.split, strength, first_seeds[k], clock)
                 unfit += not self._kept(k, ids[k], value, rest, how, clock)
             seed_globals(seeds[k])
             out.append(self.through(value, how.split, len(self.stages), strength, seeds[k], clock))
@@ -153,7 +156,7 @@ class Staged(Dataset[Any]):
         broken = {k: value.reason for k, value in enumerate(out) if isinstance(value, Broken)}
         self._stand_in(ids, out, broken)
         treated = Treated(joined(value, rest) for value, rest in zip(out, rests, strict=True))
-        missed = int(np.count_nonzero((how.level & LEVEL) == REUSED)) - len(found)
+        missed = int(np.count_nonzero(reused))
         treated.note = Note(clock.seconds, clock.calls, cost, missed, unfit, broken, counts)
         return treated
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 FINE, BOUND = 0.05, 0.20
 """Shares of a step spent waiting for input: below the first all is well, above the second the run is input-bound."""
@@ -177,6 +178,18 @@ def verdict(costs: Costs, ceilings: Sequence[Ceiling] = ()) -> Verdict:
     limit = f". Ceiling if input cost nothing: {gain:.2f}x" if kind != "compute" else ""
     advice = "" if best is None else f". Try: {best.lever.name} (at most {best.speedup:.2f}x)"
     return Verdict(kind=kind, cause=cause, share=share, text=f"{head}{why}{limit}{advice}.")
+
+
+def told(found: Verdict, costs: Costs | None, ceilings: Sequence[Ceiling] = ()) -> dict[str, Any]:
+    """For the event log."""
+    return {
+        "bound": found.kind, "cause": found.cause, "share": found.share, "text": found.text,
+        "costs": None if costs is None else asdict(costs),
+        "levers": [
+            {"name": c.lever.name, "exact": c.lever.exact, "speedup": c.speedup, "low": c.low, "high": c.high}
+            for c in ceilings
+        ],
+    }  # fmt: skip
 
 
 def _ratio(before: float, after: float) -> float:

@@ -38,6 +38,26 @@ class Step:
         return self.forward + self.backward
 
 
+@dataclass(slots=True)
+class Spent:
+    """Seconds of many steps, those that a probe held back left out."""
+
+    steps: int = 0
+    wait: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    work: dict[str, float] = field(default_factory=dict[str, float])
+    """Of the workers, by stage."""
+
+    def add(self, step: Step) -> None:
+        self.steps += 1
+        self.wait += step.wait
+        self.forward += step.forward
+        self.backward += step.backward
+        for name, seconds in step.work.items():
+            self.work[name] = self.work.get(name, 0.0) + seconds
+
+
 class Steps:
     """Records steps. A call costs a microsecond or two."""
 
@@ -46,6 +66,7 @@ class Steps:
         self.count = 0
         self.losses = False
         """Whether loss() was ever called."""
+        self._spent = Spent()
         self._asked = self._got = self._lost = 0.0
         self._device: torch.device | None = None
         self._events: deque[tuple[Step, torch.cuda.Event, torch.cuda.Event]] = deque()
@@ -60,6 +81,9 @@ class Steps:
                 step.forward, step.backward = self._lost - self._got, now - self._lost
             else:
                 step.forward, step.backward = now - self._got, 0.0
+            if not step.held:
+                self._spent.add(step)
+            self._got = 0.0  # it is over
         self._asked = now
         if self._device is not None:
             self._asked_event = _event(self._device)
@@ -80,6 +104,11 @@ class Steps:
         self.losses = True
         if device.type == "cuda" and self._device is None:
             self._device = device
+
+    def spent(self) -> Spent:
+        """Seconds of all steps since the last call."""
+        spent, self._spent = self._spent, Spent()
+        return spent
 
     def pause(self) -> None:
         """The window is over: what comes until the next batch is asked for belongs to no step."""

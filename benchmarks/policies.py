@@ -1,0 +1,278 @@
+"""Which policy of `auto` loses least: the heuristic, which tests levers one by one, or the bandit, which remembers runs?
+
+Both are played on recorded windows, not on a model of them. `--record` runs every combination of levers by hand in real
+regimes (those of auto.py, and two more that are only ever held out) and writes down each window as the controller would see
+it: seconds, parts of a window, costs by probe. Then a policy is asked at each of thirty edges, and the window it gets is the
+next recorded one under the settings it chose: in order after a switch (a cache fills first), at the same share of the run where a
+selection is on, else by lot.
+
+regret = seconds of the policy / seconds of the best settings held from the first window on - 1, the mean over repeated runs.
+The bandit starts with an empty memory and keeps it from run to run. `held_out`: its first run in a regime after ten runs in
+each of the others. worst_vs_plain = the slowest of all its runs over plain; what it states is 1 + EXPLORES.
+
+Embarrassing would be: a bandit with more regret than the heuristic over repeated runs, more in held-out regimes, or
+worst_vs_plain over 1 + EXPLORES.
+
+    python benchmarks/policies.py [--record FILE] [--show FILE]
+
+The last line of stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import salience
+from auto import Regime, compute, cpu, decode, pause, storage
+from salience.decide.bandit import EXPLORES, Bandit, Memory
+from salience.decide.controller import Controller
+from salience.decide.levers import Reach, options
+from salience.decide.seen import Seen
+from salience.decide.settings import Settings
+from salience.feed.pack import Settings as PackSettings
+from salience.feed.pack import pack
+from salience.watch.model import Costs
+from store_server import running
+
+WINDOWS, RECORDED, RUNS = 30, 10, 10
+ROWS = Path(__file__).parent / "rows" / "policies-2026-11-16.jsonl"
+
+# ---------------------------------------------------------------- regimes
+
+
+@contextmanager
+def far_storage(windows: int) -> Generator[Regime]:
+    """Small samples that are decoded with some work, from a store with another rate and a longer way."""
+    n, size = 320, 8192
+    rng = np.random.default_rng(1)
+    with tempfile.TemporaryDirectory() as folder:
+        raw, packed = Path(folder, "raw"), Path(folder, "packed")
+        for i in range(n):
+            file = raw / f"c{i % 4}" / f"{i:04}.bin"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(rng.bytes(size))
+        pack(raw, packed, PackSettings())
+        with running(packed, rate=2e6, latency=0.01) as store:
+            yield Regime(
+                data=lambda: salience.Source(store.url), batch=8, step=lambda: pause(0.012),
+                options={"decode": decode, "num_workers": 1}, best={}, auto="lossy", bound="input", cause="fetch",
+            )  # fmt: skip
+
+
+@contextmanager
+def light_cpu(windows: int) -> Generator[Regime]:
+    """A model that takes about as long as two workers need for its batches."""
+    with cpu(windows, lossy=True) as regime:
+        yield replace(regime, step=lambda: pause(0.012))
+
+
+REGIMES: dict[str, Callable[[int], Any]] = {
+    "storage": storage,
+    "cpu": cpu,
+    "cpu_lossy": lambda windows: cpu(windows, lossy=True),
+    "compute": compute,
+    "compute_lossy": lambda windows: compute(windows, lossy=True),
+    "far_storage": far_storage,
+    "light_cpu": light_cpu,
+}
+ALWAYS_HELD_OUT = ("far_storage", "light_cpu")
+
+# ---------------------------------------------------------------- recording
+
+
+class ByHand(Controller):
+    """Does as told, and writes down what it sees."""
+
+    def __init__(self, settings: Settings, reach: Callable[[], Reach]) -> None:
+        super().__init__(settings, windows=10**6, batches=10**9)
+        self.seen: list[tuple[Seen | None, Reach]] = []
+        self._reach = reach
+
+    def edge(self, window: int, seen: Seen | None, reach: Reach) -> list[Any]:
+        if window:
+            self.seen.append((seen, reach))
+        return []
+
+
+def record(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as out:
+        for name, make in REGIMES.items():
+            with make(RECORDED) as regime:
+                found = {(): run(regime, None)}
+                base, reach = found[()][0], found[()][1][1][1]
+                lossy = regime.auto == "lossy"
+                costs = next(seen.costs for seen, _ in found[()][1] if seen is not None and seen.costs is not None)
+                single = [one for one in options(costs, base, reach, RECORDED // 2) if one.exact or lossy]
+                for count in range(len(single) + 1):
+                    for parts in itertools.combinations(single, count):
+                        settings = base
+                        for part in parts:
+                            changed = {
+                                field: value
+                                for field, value in asdict(part.settings).items()
+                                if value != asdict(base)[field]
+                            }
+                            settings = replace(settings, **changed)
+                        _, seen = run(regime, settings)
+                        for window, (one, reach) in enumerate(seen):
+                            row = {
+                                "regime": name, "lossy": lossy, "settings": asdict(settings), "window": window,
+                                "seen": None if one is None else asdict(one), "reach": asdict(reach),
+                            }  # fmt: skip
+                            out.write(json.dumps(row) + "\n")
+                        out.flush()
+                        told = [round(one.seconds, 2) for one, _ in seen if one is not None]
+                        print(f"{name} {[part.name for part in parts] or 'plain'}: {told}", flush=True)
+
+
+def run(regime: Regime, settings: Settings | None) -> tuple[Settings, list[tuple[Seen | None, Reach]]]:
+    """Windows with these settings from the first on."""
+    loader = salience.Loader(
+        regime.data(), regime.batch, epochs=RECORDED + 1, **{**regime.options, "auto": regime.auto}
+    )
+    controller = ByHand(settings or loader._settings, loader._reach)  # pyright: ignore[reportPrivateUsage]
+    loader._auto.controller = controller  # pyright: ignore[reportPrivateUsage,reportOptionalMemberAccess]
+    step = regime.step()
+    for _ in range(RECORDED + 1):
+        for x, y in loader:
+            step(loader, x, y)
+    return controller.settings, controller.seen
+
+
+# ---------------------------------------------------------------- playing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recorded:
+    """One regime."""
+
+    lossy: bool
+    base: Settings
+    windows: dict[Settings, list[tuple[Seen, Reach]]]
+
+
+def load(path: Path) -> dict[str, Recorded]:
+    found: dict[str, Recorded] = {}
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        settings = Settings(**row["settings"])
+        regime = found.setdefault(row["regime"], Recorded(lossy=row["lossy"], base=settings, windows={}))
+        if row["seen"] is None:
+            continue
+        given = row["seen"]
+        costs = None if given["costs"] is None else Costs(**given["costs"])
+        seen = Seen(seconds=given["seconds"], step=given["step"], blocks=tuple(given["blocks"]), costs=costs)
+        reach = Reach(**{**row["reach"], "reusable": tuple(row["reach"]["reusable"])})
+        regime.windows.setdefault(settings, []).append((seen, reach))
+    return found
+
+
+def play(controller: Controller, regime: Recorded, rng: np.random.Generator) -> float:
+    """Seconds of a run of WINDOWS under a policy."""
+    total, since, before = 0.0, 0, None
+    for window in range(WINDOWS):
+        settings = controller.settings
+        since = since + 1 if settings == before else 0
+        before = settings
+        seen, reach = at(regime, settings, window, since, rng)
+        total += seen.seconds
+        controller.edge(window + 1, seen if controller.probing else replace(seen, costs=None), reach)
+    return total
+
+
+def at(regime: Recorded, settings: Settings, window: int, since: int, rng: np.random.Generator) -> tuple[Seen, Reach]:
+    """The recorded window that comes next."""
+    windows = regime.windows[settings]
+    reach = windows[min(len(windows) - 1, window * len(windows) // WINDOWS)][1]
+    if settings.select:
+        place = window * len(windows) // WINDOWS
+    elif since < 2:
+        place = since
+    else:
+        place = int(rng.integers(2, len(windows)))
+    keep = list(reach.keep)
+    stretched = [keep[min(len(keep) - 1, k * len(keep) // WINDOWS)] for k in range(WINDOWS)] if keep else keep
+    return windows[place][0], replace(reach, keep=stretched)
+
+
+def held(regime: Recorded, settings: Settings, rng: np.random.Generator) -> float:
+    """Seconds of a run with these settings throughout."""
+    return sum(at(regime, settings, window, window, rng)[0].seconds for window in range(WINDOWS))
+
+
+def policy(name: str, regime: Recorded, memory: Memory, run: str) -> Controller:
+    given: dict[str, Any] = {"windows": WINDOWS, "batches": 40 * WINDOWS, "lossy": regime.lossy}
+    if name == "bandit":
+        return Bandit(regime.base, memory=memory, run=run, **given)
+    return Controller(regime.base, **given)
+
+
+def show(path: Path) -> dict[str, Any]:
+    regimes, worst = load(path), 0.0
+    out: dict[str, Any] = {"regret": {}, "held_out_regret": {}}
+    for name, regime in regimes.items():
+        plain, best = (
+            statistics.fmean(
+                pick(held(regime, settings, np.random.default_rng(k)) for settings in chosen) for k in range(RUNS)
+            )
+            for pick, chosen in ((min, [regime.base]), (min, list(regime.windows)))
+        )
+        heuristic = [
+            play(policy("heuristic", regime, Memory(), ""), regime, np.random.default_rng(k)) for k in range(RUNS)
+        ]
+        memory = Memory()
+        bandit = [play(policy("bandit", regime, memory, str(k)), regime, np.random.default_rng(k)) for k in range(RUNS)]
+        others = Memory()
+        for other, known in regimes.items():
+            if other not in (name, *ALWAYS_HELD_OUT):
+                for k in range(RUNS):
+                    play(policy("bandit", known, others, f"{other} {k}"), known, np.random.default_rng(100 + k))
+        frozen = json.dumps(others.found)
+        new: list[float] = []
+        for k in range(RUNS):
+            others.found = json.loads(frozen)
+            new.append(play(policy("bandit", regime, others, "new"), regime, np.random.default_rng(k)))
+        worst = max(worst, max(bandit) / plain, max(new) / plain)
+        out["regret"][name] = {
+            "plain": round(plain / best - 1, 3), "heuristic": round(statistics.fmean(heuristic) / best - 1, 3),
+            "bandit": round(statistics.fmean(bandit) / best - 1, 3), "bandit_first": round(bandit[0] / best - 1, 3),
+            "bandit_last": round(statistics.fmean(bandit[-3:]) / best - 1, 3),
+        }  # fmt: skip
+        out["held_out_regret"][name] = round(statistics.fmean(new) / best - 1, 3)
+        print(f"{name}: {out['regret'][name]}, held out {out['held_out_regret'][name]}", flush=True)
+    for what in ("plain", "heuristic", "bandit"):
+        out[f"{what}_mean"] = round(statistics.fmean(one[what] for one in out["regret"].values()), 4)
+    out["held_out_mean"] = round(statistics.fmean(out["held_out_regret"].values()), 4)
+    out["worst_vs_plain"], out["states"] = round(worst, 3), 1 + EXPLORES
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--record", metavar="FILE", help="run all combinations and write the windows there (15 minutes)"
+    )
+    parser.add_argument("--show", metavar="FILE", default=str(ROWS), help="recorded windows to play on")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.record:
+        record(Path(args.record))
+        args.show = args.record
+    print(json.dumps(show(Path(args.show))))
+
+
+if __name__ == "__main__":
+    main()

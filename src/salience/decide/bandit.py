@@ -1,0 +1,313 @@
+"""A learned policy beside the heuristic: settings by what earlier windows, and earlier runs, gained under the same bottleneck.
+
+Each way to switch levers on (an arm) has a gain g = log(seconds of a window without them / seconds with them), believed to be
+
+    before       g ~ N(k log(predicted), (SPREAD + DOUBT log(predicted))^2)    k = how far predictions came true so far
+    other runs   g ~ N(mean of their gains, ACROSS^2 / runs)                    of the same bottleneck signature
+    this run     g ~ N(b - mean log seconds, NOISE^2 (1/windows + 1/windows without))
+
+and the three are put together by their precision. The arm with the highest mean + c sd is next, c falling from 1 to 0 over the
+run, so that nothing is tried when it can no longer pay.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from salience.decide.controller import Controller, Decision
+from salience.decide.levers import Option, Reach, options
+from salience.decide.seen import Seen
+from salience.decide.settings import Settings
+from salience.errors import StateError
+from salience.select.steering import History
+from salience.watch.model import WORTH, Costs, Lever, Verdict, ceiling, verdict
+
+EXPLORES = 0.1
+"""Share of the run's windows that may go to settings which are not expected to be the best."""
+TRUST, TRUST_SD = 0.8, 0.3
+"""Of a prediction, before anything is known: predictions are what a lever gains at most."""
+SPREAD, DOUBT, ACROSS, NOISE = 0.05, 0.3, 0.1, 0.06
+RUNS = 20
+"""Remembered of each arm."""
+FORMAT = "salience-bandit-1"
+
+
+@dataclass(slots=True)
+class Belief:
+    """A normal distribution."""
+
+    mean: float
+    sd: float
+
+    def with_(self, mean: float, sd: float) -> Belief:
+        """Both together."""
+        a, b = 1 / self.sd**2, 1 / sd**2
+        return Belief((a * self.mean + b * mean) / (a + b), (a + b) ** -0.5)
+
+
+@dataclass(slots=True)
+class Arm:
+    """One way to switch levers on, and the windows under it."""
+
+    name: str
+    settings: Settings
+    predicted: float
+    exact: bool
+    remembers: bool
+    logs: list[float] = field(default_factory=list[float])
+    """Logarithms of windows' seconds."""
+
+
+class Memory:
+    """What runs gained: signature -> arm -> run -> (predicted, gain, windows). In a JSON file, where it has a path."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self.found: dict[str, dict[str, dict[str, list[float]]]] = {}
+        if path is not None and path.exists():
+            try:
+                read = json.loads(path.read_text(encoding="utf-8"))
+                if read["format"] != FORMAT:
+                    raise ValueError(read["format"])
+                self.found = {
+                    str(sign): {
+                        str(arm): {str(run): [float(v) for v in (row[0], row[1], row[2])] for run, row in runs.items()}
+                        for arm, runs in arms.items()
+                    }
+                    for sign, arms in read["found"].items()
+                }
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as cause:
+                raise StateError(
+                    f'{str(path)!r} is no memory of policy="bandit" ({cause}); remove it, or name another file.'
+                ) from cause
+
+    def note(self, signature: str, arm: str, run: str, predicted: float, gain: float, windows: int) -> None:
+        runs = self.found.setdefault(signature, {}).setdefault(arm, {})
+        runs[run] = [predicted, gain, float(windows)]
+        for old in list(runs)[:-RUNS]:
+            del runs[old]
+
+    def gains(self, signature: str, arm: str, run: str) -> list[float]:
+        """Of other runs."""
+        return [row[1] for other, row in self.found.get(signature, {}).get(arm, {}).items() if other != run]
+
+    def trust(self, run: str) -> float:
+        """k: how far predictions came true in other runs, whatever held them back; ridge regression of gains on predictions."""
+        pairs = [
+            (math.log(row[0]), row[1])
+            for arms in self.found.values()
+            for runs in arms.values()
+            for other, row in runs.items()
+            if other != run and row[0] > 1
+        ]
+        above = sum(x * y for x, y in pairs) / ACROSS**2 + TRUST / TRUST_SD**2
+        return above / (sum(x * x for x, _ in pairs) / ACROSS**2 + 1 / TRUST_SD**2)
+
+    def save(self) -> None:
+        if self.path is None:
+            return
+        part = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps({"format": FORMAT, "found": self.found}), encoding="utf-8")
+        os.replace(part, self.path)
+
+
+def signature(found: Verdict, costs: Costs) -> str:
+    """A bottleneck in a word: what kind, which sort of cause, and how much longer input takes than computing, in halves of
+    powers of two."""
+    sort = found.cause if found.kind == "compute" or found.cause == "fetch" else "stage"
+    ratio = math.log2(max(costs.input, 1e-9) / max(costs.compute, 1e-9))
+    return (
+        f"{found.kind}:{sort if found.kind != 'compute' else 'compute'}:{round(2 * min(max(ratio, -4.0), 4.0)) / 2:g}"
+    )
+
+
+def arms_of(costs: Costs, single: Sequence[Option], base: Settings) -> list[Arm]:
+    """Every combination of levers that is worth something, each with its prediction."""
+    found: list[Arm] = []
+    for count in range(1, len(single) + 1):
+        for parts in itertools.combinations(single, count):
+            saves: dict[str, float] = {}
+            settings = base
+            for part in parts:
+                for stage, share in part.saves.items():
+                    saves[stage] = 1 - (1 - saves.get(stage, 0.0)) * (1 - share)
+                changed = {
+                    name: getattr(part.settings, name)
+                    for name in ("workers", "cache", "treat", "select")
+                    if getattr(part.settings, name) != getattr(base, name)
+                }
+                settings = replace(settings, **changed)
+            exact = all(part.exact for part in parts)
+            predicted = min(ceiling(costs, Lever(name="", exact=exact, saves=saves)).speedup, 99.0)
+            found.append(
+                Arm(
+                    name=" + ".join(part.name for part in parts), settings=settings, predicted=predicted, exact=exact,
+                    remembers=any(part.remembers for part in parts),
+                )
+            )  # fmt: skip
+    return found
+
+
+class Bandit(Controller):
+    """The same questions at the same edges, other answers."""
+
+    def __init__(
+        self,
+        start: Settings,
+        *,
+        windows: int,
+        batches: int,
+        lossy: bool = False,
+        histories: Sequence[History] = (),
+        memory: Memory | None = None,
+        run: str = "",
+    ) -> None:
+        super().__init__(start, windows=windows, batches=batches, lossy=lossy, histories=histories)
+        self.memory = memory or Memory()
+        self._run = run or f"{os.getpid()}-{os.urandom(4).hex()}"
+        self._base, self._plain = start, list[float]()
+        """Settings without levers, and logarithms of the seconds of windows under them."""
+        self._arms: list[Arm] = []
+        self._signature = ""
+        self._filling = False
+        """The window in progress fills a cache."""
+        self._explored = 0
+
+    def edge(self, window: int, seen: Seen | None, reach: Reach) -> list[Decision]:
+        said = self._guard(window)
+        if any(decision.action == "undo" for decision in said):
+            self._filling = False
+            return said
+        if seen is None:
+            return said
+        if self.probing and seen.costs is not None and self.settings == self._base:
+            self.probing, self.costs = False, seen.costs
+            self.verdict = verdict(seen.costs)
+            self._signature = signature(self.verdict, seen.costs)
+            self._arms = self._reachable(window, reach, said)
+        self._observe(seen)
+        return said + self._choose_arm(window)
+
+    def _reachable(self, window: int, reach: Reach, said: list[Decision]) -> list[Arm]:
+        assert self.costs is not None
+        single: list[Option] = []
+        refused = [self._skip(window, name, None, why) for name, why in reach.refused.items()]
+        for option in options(self.costs, self._base, reach, window):
+            why = ""
+            if not option.exact and not self._lossy:
+                why = 'it changes training and there is no baseline to compare with; pass baseline=, or auto="lossy"'
+            if why:
+                refused.append(self._skip(window, option.name, option.predicted, why))
+            else:
+                single.append(option)
+        said += [decision for decision in refused if decision is not None]
+        return [arm for arm in arms_of(self.costs, single, self._base) if arm.predicted >= WORTH]
+
+    def _observe(self, seen: Seen) -> None:
+        """Count the window that is over, unless it filled something."""
+        filling, self._filling = self._filling, False
+        if self.settings == self._base:
+            self._plain.append(math.log(seen.seconds))
+            return
+        arm = self._arm(self.settings)
+        if arm is None or filling:
+            return
+        arm.logs.append(math.log(seen.seconds))
+        self.memory.note(self._signature, arm.name, self._run, arm.predicted, self._gain(arm), len(arm.logs))
+        self.memory.save()
+
+    def _arm(self, settings: Settings) -> Arm | None:
+        return next((arm for arm in self._arms if arm.settings == settings), None)
+
+    def _gain(self, arm: Arm) -> float:
+        return sum(self._plain) / len(self._plain) - sum(arm.logs) / len(arm.logs)
+
+    def belief(self, arm: Arm) -> Belief:
+        """In the gain of an arm."""
+        x = math.log(arm.predicted)
+        belief = Belief(self.memory.trust(self._run) * x, SPREAD + DOUBT * x)
+        others = self.memory.gains(self._signature, arm.name, self._run)
+        if others:
+            belief = belief.with_(sum(others) / len(others), ACROSS / math.sqrt(len(others)))
+        if arm.logs and self._plain:
+            sd = NOISE * math.sqrt(1 / len(arm.logs) + 1 / len(self._plain))
+            belief = belief.with_(self._gain(arm), sd)
+        return belief
+
+    def _choose_arm(self, window: int) -> list[Decision]:
+        if not self._plain or not self._arms:
+            return []
+        left = max(0.0, 1 - window / max(1, self._windows))
+        may = [arm for arm in self._arms if arm.exact or not (self._banned & set(arm.name.split(" + ")))]
+        beliefs = {arm.name: self.belief(arm) for arm in may}
+        best = max(may, key=lambda arm: beliefs[arm.name].mean, default=None)
+        if best is None or beliefs[best.name].mean <= 0:
+            return self._go(window, None, "nothing is expected to gain", {})
+        hoped = max(may, key=lambda arm: beliefs[arm.name].mean + left * beliefs[arm.name].sd)
+        chosen, why = best, "the highest expected gain"
+        if hoped is not best and beliefs[hoped.name].mean > 0 and self._explored < EXPLORES * self._windows:
+            chosen, why = hoped, f"it may gain more than {best.name}; exploring"
+            self._explored += 1
+        return self._go(window, chosen, why, beliefs)
+
+    def _go(self, window: int, arm: Arm | None, why: str, beliefs: Mapping[str, Belief]) -> list[Decision]:
+        """Switch to an arm, or to none, and say so where that is a change."""
+        before, now = self._arm(self.settings), self._base if arm is None else arm.settings
+        if now == self.settings:
+            return []
+        said: list[Decision] = []
+        if before is not None:
+            measured = math.exp(self._gain(before)) if before.logs else None
+            said.append(
+                Decision(
+                    window=window, lever=before.name, action="undo", predicted=before.predicted, measured=measured,
+                    reason=why if arm is None else f"{arm.name} is next: {why}",
+                )
+            )  # fmt: skip
+        if arm is not None:
+            gained = (now.cache and not self.settings.cache) or (now.treat and not self.settings.treat)
+            self._filling = bool(gained)
+            belief = beliefs[arm.name]
+            ends = math.exp(belief.mean - 2 * belief.sd), math.exp(belief.mean + 2 * belief.sd)
+            reason = why if arm.exact else f"{why}; quality unproven"
+            said.append(
+                Decision(
+                    window=window, lever=arm.name, action="try", predicted=math.exp(belief.mean), interval=ends, reason=reason
+                )
+            )  # fmt: skip
+        self.settings = now
+        return said
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **super().state_dict(),
+            "bandit": {
+                "run": self._run, "plain": list(self._plain), "signature": self._signature, "filling": self._filling,
+                "explored": self._explored, "base": self._base.numbers,
+                "arms": [
+                    [arm.name, arm.settings.numbers, arm.predicted, arm.exact, arm.remembers, list(arm.logs)]
+                    for arm in self._arms
+                ],
+            },
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        own = state["bandit"]
+        self._run, self._signature, self._filling = own["run"], own["signature"], bool(own["filling"])
+        self._plain, self._explored, self._base = list(own["plain"]), int(own["explored"]), Settings.of(own["base"])
+        self._arms = [
+            Arm(
+                name=name, settings=Settings.of(numbers), predicted=predicted, exact=exact, remembers=remembers,
+                logs=list(logs),
+            )
+            for name, numbers, predicted, exact, remembers, logs in own["arms"]
+        ]  # fmt: skip

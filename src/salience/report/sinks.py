@@ -1,0 +1,219 @@
+"""Where a run's figures can go besides its event log: TensorBoard, Weights & Biases, MLflow. Each reads events, live or later.
+
+The step of a figure is the number of visits made before it, so that runs which visit different shares of the data compare.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from salience.errors import ConfigError, MissingExtra, did_you_mean
+from salience.events import Event
+
+Sink = Callable[[Event], None]
+
+
+def figures(event: Event) -> dict[str, float]:
+    """The numbers of an event, by name; most kinds have none."""
+    of = _FIGURES.get(event["kind"])
+    found = {} if of is None else of(event)
+    return {name: float(value) for name, value in found.items() if isinstance(value, (int, float))}
+
+
+def _plan(event: Event) -> dict[str, Any]:
+    dropped = {f"left_out/{note['name']}": note["dropped"] for note in event["filters"]}
+    return {"select/picked": event["picked"], "select/share": event["picked"] / event["population"], **dropped}
+
+
+def _window(event: Event) -> dict[str, Any]:
+    steps: Mapping[str, float] = event.get("steps") or {}
+    parts = {f"time/{name}": steps[name] for name in ("wait", "forward", "backward") if name in steps}
+    return {"time/seconds": event["seconds"], "time/salience": sum(event["overhead"].values()), **parts}
+
+
+def _evaluated(event: Event) -> dict[str, Any]:
+    return {key: value for key, value in event.items() if key not in ("v", "seq", "time", "kind", "window")}
+
+
+def _feed(event: Event) -> dict[str, Any]:
+    cache: Mapping[str, float] = event.get("cache") or {}
+    rate = {"feed/hit_rate": cache["hits"] / cache["samples"]} if cache.get("samples") else {}
+    return {**{f"feed/{name}": event.get(name) for name in ("bytes_sent", "requests", "broken")}, **rate}
+
+
+def _treat(event: Event) -> dict[str, Any]:
+    share = event["reused"] / event["visits"] if event["visits"] else 0.0
+    return {"treat/reused_share": share, "treat/saved_seconds": event["saved_seconds"]}
+
+
+_FIGURES: dict[str, Callable[[Event], dict[str, Any]]] = {
+    "plan": _plan,
+    "window": _window,
+    "evaluated": _evaluated,
+    "steered": lambda event: {"select/keep": event["to"]},
+    "feed": _feed,
+    "treat": _treat,
+}
+
+
+def said(event: Event) -> str:
+    """What an event says in words; nothing where it has only numbers."""
+    if event["kind"] == "warning":
+        return str(event["text"])
+    if event["kind"] == "decision":
+        measured = "" if event.get("measured") is None else f", measured {event['measured']:.2f}x"
+        return f"{event['action']} {event['lever']}{measured}: {event['reason']}"
+    return ""
+
+
+class _Counted:
+    """A sink that knows how many visits were made."""
+
+    def __init__(self) -> None:
+        self._visits = self._picked = 0
+
+    def __call__(self, event: Event) -> None:
+        kind = event["kind"]
+        if kind == "run":
+            self.settings({key: value for key, value in event.items() if key not in ("v", "seq", "time", "kind")})
+        if kind == "plan":
+            self._picked = int(event["picked"])
+        elif kind == "window":
+            self._visits += round(self._picked * event["batches"] / max(1, event["of"]))
+        if found := figures(event):
+            self.numbers(found, self._visits)
+        if text := said(event):
+            self.words(event["kind"], text, self._visits)
+
+    def settings(self, given: Mapping[str, Any]) -> None: ...
+
+    def numbers(self, found: Mapping[str, float], step: int) -> None: ...
+
+    def words(self, kind: str, text: str, step: int) -> None: ...
+
+
+class TensorBoard(_Counted):
+    """Writes into a folder that `tensorboard --logdir` shows."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        _needed("tensorboard", "tensorboard")
+        module = _needed("torch.utils.tensorboard", "tensorboard")
+        self._writer = module.SummaryWriter(folder)
+        weakref.finalize(self, self._writer.close)
+
+    def settings(self, given: Mapping[str, Any]) -> None:
+        self._writer.add_text("settings", f"```\n{json.dumps(given, indent=1)}\n```", 0)
+
+    def numbers(self, found: Mapping[str, float], step: int) -> None:
+        for name, value in found.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def words(self, kind: str, text: str, step: int) -> None:
+        self._writer.add_text(kind, text, step)
+
+
+class WeightsAndBiases(_Counted):
+    """A run of the project, with the user's own settings of W&B (WANDB_MODE=offline, say)."""
+
+    def __init__(self, project: str) -> None:
+        super().__init__()
+        self._run: Any = _needed("wandb", "wandb").init(project=project, reinit="create_new")
+        self._run.define_metric("*", step_metric="visits")
+        weakref.finalize(self, self._run.finish)
+
+    def settings(self, given: Mapping[str, Any]) -> None:
+        self._run.config.update(dict(given), allow_val_change=True)
+
+    def numbers(self, found: Mapping[str, float], step: int) -> None:
+        self._run.log({**found, "visits": step})
+
+    def words(self, kind: str, text: str, step: int) -> None:
+        self._run.log({kind: text, "visits": step})
+
+
+class MLflow(_Counted):
+    """A run in the experiment "salience" at a tracking URI (a folder, or a server)."""
+
+    def __init__(self, uri: str) -> None:
+        super().__init__()
+        tracking = _needed("mlflow.tracking", "mlflow")
+        try:
+            self._client: Any = tracking.MlflowClient(tracking_uri=uri)
+            found = self._client.get_experiment_by_name("salience")
+            experiment = self._client.create_experiment("salience") if found is None else found.experiment_id
+            self._id = self._client.create_run(experiment).info.run_id
+        except Exception as cause:
+            raise ConfigError(f"MLflow cannot write to {uri!r}: {cause}") from cause
+        weakref.finalize(self, self._client.set_terminated, self._id)
+
+    def settings(self, given: Mapping[str, Any]) -> None:
+        for key, value in given.items():
+            self._client.set_tag(self._id, f"salience.{key}", json.dumps(value)[:5000])
+
+    def numbers(self, found: Mapping[str, float], step: int) -> None:
+        for name, value in found.items():
+            self._client.log_metric(self._id, name, value, step=step)
+
+    def words(self, kind: str, text: str, step: int) -> None:
+        self._client.set_tag(self._id, f"salience.{kind}.{step}", text[:5000])
+
+
+SINKS: dict[str, tuple[Callable[[str], Sink], str]] = {
+    "tensorboard": (TensorBoard, "a folder"),
+    "wandb": (WeightsAndBiases, "a project"),
+    "mlflow": (MLflow, "a tracking URI"),
+}
+
+
+def sink(given: str | Sink) -> Sink:
+    """By name, "tensorboard:runs/tb"; or whatever is called with each event."""
+    if callable(given):
+        return given
+    kind, _, where = given.partition(":")
+    if kind not in SINKS:
+        raise ConfigError(
+            f'There is no sink {kind!r}; a sink is written as "tensorboard:runs/tb".{did_you_mean(kind, SINKS)}'
+        )
+    make, what = SINKS[kind]
+    if not where:
+        raise ConfigError(f'The sink {kind!r} needs {what}: write "{kind}:..." with it behind the colon.')
+    return make(where)
+
+
+def guarded(listener: Sink, warn: Callable[[str], None], *, strict: bool = False) -> Sink:
+    """The sink, which a run survives: at its first error it is told, and left alone from then on."""
+    alive = [True]
+
+    def listen(event: Event) -> None:
+        if not alive[0]:
+            return
+        try:
+            listener(event)
+        except Exception as error:
+            if strict:
+                raise
+            alive[0] = False
+            name = type(listener).__name__
+            warn(f"The sink {name} failed and gets nothing more ({type(error).__name__}: {str(error)[:200]}).")
+
+    return listen
+
+
+def replayed(events: Iterable[Event], given: str) -> None:
+    """Send a log to a sink afterwards."""
+    listener = sink(given)
+    for event in events:
+        listener(event)
+
+
+def _needed(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as cause:
+        raise MissingExtra.of(extra, extra, f"The sink {extra!r}") from cause
