@@ -3,9 +3,10 @@
 - reuse: rendered JPEGs of 469 x 387 (the mean size in ImageNet), decode + resize to 256, a RandAugment-like stage whose draws
   may be kept, crop + flip to 224. Two workers, a consumer that does nothing. Arms take turns, window by window, in one
   process, from the first window on: a plain DataLoader with the same functions; reuse with r_max 4 by importance
-  (throughput_vs_plain: the whole run with its first windows; `steady`: without the first two); the same with all samples alike, and with the deterministic stages alone. `processor`: the ratio of
-  processor seconds over all processes, which hardly depends on what else the machine does. treat_overhead: the
-  same pipeline with treat="reuse" where no result may be kept, against plain.
+  (throughput_vs_plain: the whole run with its first windows; `steady`: without the first two); the same with all samples
+  alike, and with the deterministic stages alone. `processor`: the ratio of processor seconds over all processes, which hardly
+  depends on what else the machine does.
+- treat_overhead: the same pipeline with treat="reuse" where no result may be kept, against plain; and plain against plain.
 - echo: reading takes 4 ms a sample in each of two workers, a small network learns glyphs. Echo makes 1.5 times the steps and
   reads a fraction of the samples: seconds until the accuracy that always reading ends with, less 0.3 points, is reached
   (echo_speedup; 0 = not reached). The control reads always, in about the time echo took, its schedule fitted to that.

@@ -3,8 +3,8 @@
 Both are played on recorded windows, not on a model of them. `--record` runs every combination of levers by hand in real
 regimes (those of auto.py, and two more that are only ever held out) and writes down each window as the controller would see
 it: seconds, parts of a window, costs by probe. Then a policy is asked at each of thirty edges, and the window it gets is the
-next recorded one under the settings it chose: in order after a switch (a cache fills first), at the same share of the run where a
-selection is on, else by lot.
+next recorded one under the settings it chose: in order after a switch (a cache fills first), at the same share of the run
+where a selection is on, else by lot.
 
 regret = seconds of the policy / seconds of the best settings held from the first window on - 1, the mean over repeated runs.
 The bandit starts with an empty memory and keeps it from run to run. `held_out`: its first run in a regime after ten runs in
@@ -182,10 +182,11 @@ def load(path: Path) -> dict[str, Recorded]:
 
 def play(controller: Controller, regime: Recorded, rng: np.random.Generator) -> float:
     """Seconds of a run of WINDOWS under a policy."""
-    total, since, before = 0.0, 0, None
+    total, since, before = 0.0, 0, regime.base
     for window in range(WINDOWS):
         settings = controller.settings
-        since = since + 1 if settings == before else 0
+        fills = (settings.cache and not before.cache) or (settings.treat and not before.treat)
+        since = 0 if fills or not window else since + 1
         before = settings
         seen, reach = at(regime, settings, window, since, rng)
         total += seen.seconds

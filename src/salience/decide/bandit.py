@@ -25,6 +25,7 @@ from salience.decide.controller import Controller, Decision
 from salience.decide.levers import Option, Reach, options
 from salience.decide.seen import Seen
 from salience.decide.settings import Settings
+from salience.decide.trial import KEPT
 from salience.errors import StateError
 from salience.select.steering import History
 from salience.watch.model import WORTH, Costs, Lever, Verdict, ceiling, verdict
@@ -34,6 +35,8 @@ EXPLORES = 0.1
 TRUST, TRUST_SD = 0.8, 0.3
 """Of a prediction, before anything is known: predictions are what a lever gains at most."""
 SPREAD, DOUBT, ACROSS, NOISE = 0.05, 0.3, 0.1, 0.06
+COMPARED = 3
+"""Windows without any lever, where the best one gains so little that it may be nothing."""
 RUNS = 20
 """Remembered of each arm."""
 FORMAT = "salience-bandit-1"
@@ -61,12 +64,14 @@ class Arm:
     predicted: float
     exact: bool
     remembers: bool
+    left: float = 1.0
+    """Share of the samples it is going to visit in the windows that are left."""
     logs: list[float] = field(default_factory=list[float])
-    """Logarithms of windows' seconds."""
+    """Logarithms of windows' seconds, as if all samples had been visited."""
 
 
 class Memory:
-    """What runs gained: signature -> arm -> run -> (predicted, gain, windows). In a JSON file, where it has a path."""
+    """What runs gained: signature -> arm -> run -> (predicted, gain a visit, share visited). In a JSON file, with a path."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
@@ -88,24 +93,26 @@ class Memory:
                     f'{str(path)!r} is no memory of policy="bandit" ({cause}); remove it, or name another file.'
                 ) from cause
 
-    def note(self, signature: str, arm: str, run: str, predicted: float, gain: float, windows: int) -> None:
+    def note(self, signature: str, arm: str, run: str, predicted: float, gain: float, share: float = 1.0) -> None:
         runs = self.found.setdefault(signature, {}).setdefault(arm, {})
-        runs[run] = [predicted, gain, float(windows)]
+        runs[run] = [predicted, gain, share]
         for old in list(runs)[:-RUNS]:
             del runs[old]
 
     def gains(self, signature: str, arm: str, run: str) -> list[float]:
-        """Of other runs."""
+        """A visit, of other runs."""
         return [row[1] for other, row in self.found.get(signature, {}).get(arm, {}).items() if other != run]
 
-    def trust(self, run: str) -> float:
-        """k: how far predictions came true in other runs, whatever held them back; ridge regression of gains on predictions."""
-        pairs = [
-            (math.log(row[0]), row[1])
+    def trust(self, run: str, own: Sequence[tuple[float, float]] = ()) -> float:
+        """k: how far predictions came true in other runs, whatever held them back, and in this one's (predicted, gain) `own`;
+        ridge regression of gains on predictions, both logarithms."""
+        pairs = [*own]
+        pairs += [
+            (math.log(row[0]), row[1] - math.log(row[2]))
             for arms in self.found.values()
             for runs in arms.values()
             for other, row in runs.items()
-            if other != run and row[0] > 1
+            if other != run and row[0] > 1 and row[2] > 0
         ]
         above = sum(x * y for x, y in pairs) / ACROSS**2 + TRUST / TRUST_SD**2
         return above / (sum(x * x for x, _ in pairs) / ACROSS**2 + 1 / TRUST_SD**2)
@@ -180,6 +187,8 @@ class Bandit(Controller):
         self._filling = False
         """The window in progress fills a cache."""
         self._explored = 0
+        self._cache = (0, 1.0)
+        """What a cache could have, and the share of the source that fits."""
 
     def edge(self, window: int, seen: Seen | None, reach: Reach) -> list[Decision]:
         said = self._guard(window)
@@ -192,15 +201,19 @@ class Bandit(Controller):
             self.probing, self.costs = False, seen.costs
             self.verdict = verdict(seen.costs)
             self._signature = signature(self.verdict, seen.costs)
-            self._arms = self._reachable(window, reach, said)
-        self._observe(seen)
-        return said + self._choose_arm(window)
+        self._observe(seen, reach.keep[window - 1] if self.settings.select and len(reach.keep) >= window else 1.0)
+        if self.costs is None:
+            return said
+        if reach.cache:
+            self._cache = reach.cache, reach.share
+        reach = replace(reach, cache=self._cache[0], share=self._cache[1])  # also where the cache is on
+        return said + self._reachable(window, reach, self.costs) + self._choose_arm(window)
 
-    def _reachable(self, window: int, reach: Reach, said: list[Decision]) -> list[Arm]:
-        assert self.costs is not None
+    def _reachable(self, window: int, reach: Reach, costs: Costs) -> list[Decision]:
+        """The arms of this window: a selection's depend on how much of its curve is left."""
         single: list[Option] = []
         refused = [self._skip(window, name, None, why) for name, why in reach.refused.items()]
-        for option in options(self.costs, self._base, reach, window):
+        for option in options(costs, self._base, reach, window):
             why = ""
             if not option.exact and not self._lossy:
                 why = 'it changes training and there is no baseline to compare with; pass baseline=, or auto="lossy"'
@@ -208,11 +221,19 @@ class Bandit(Controller):
                 refused.append(self._skip(window, option.name, option.predicted, why))
             else:
                 single.append(option)
-        said += [decision for decision in refused if decision is not None]
-        return [arm for arm in arms_of(self.costs, single, self._base) if arm.predicted >= WORTH]
+        known = {arm.settings: arm for arm in self._arms}
+        keep = reach.keep[window:]
+        for arm in arms_of(costs, single, self._base):
+            old = known.get(arm.settings)
+            if old is None and arm.predicted >= WORTH:
+                known[arm.settings] = old = arm
+            if old is not None:
+                old.predicted, old.left = arm.predicted, sum(keep) / len(keep) if arm.settings.select and keep else 1.0
+        self._arms = list(known.values())
+        return [decision for decision in refused if decision is not None]
 
-    def _observe(self, seen: Seen) -> None:
-        """Count the window that is over, unless it filled something."""
+    def _observe(self, seen: Seen, share: float) -> None:
+        """Count the window that is over, which visited a share of the samples, unless it filled something."""
         filling, self._filling = self._filling, False
         if self.settings == self._base:
             self._plain.append(math.log(seen.seconds))
@@ -220,23 +241,31 @@ class Bandit(Controller):
         arm = self._arm(self.settings)
         if arm is None or filling:
             return
-        arm.logs.append(math.log(seen.seconds))
-        self.memory.note(self._signature, arm.name, self._run, arm.predicted, self._gain(arm), len(arm.logs))
+        arm.logs.append(math.log(seen.seconds / share))
+        self.memory.note(self._signature, arm.name, self._run, arm.predicted, self._rate(arm), arm.left)
         self.memory.save()
 
     def _arm(self, settings: Settings) -> Arm | None:
         return next((arm for arm in self._arms if arm.settings == settings), None)
 
-    def _gain(self, arm: Arm) -> float:
+    def _rate(self, arm: Arm) -> float:
+        """Its gain a visit, as this run's windows show it."""
         return sum(self._plain) / len(self._plain) - sum(arm.logs) / len(arm.logs)
+
+    def _gain(self, arm: Arm) -> float:
+        """And with the visits it leaves out."""
+        return self._rate(arm) - math.log(arm.left)
 
     def belief(self, arm: Arm) -> Belief:
         """In the gain of an arm."""
-        x = math.log(arm.predicted)
-        belief = Belief(self.memory.trust(self._run) * x, SPREAD + DOUBT * x)
+        x = max(0.0, math.log(arm.predicted))
+        own = [
+            (math.log(other.predicted), self._gain(other)) for other in self._arms if other.logs and other is not arm
+        ]
+        belief = Belief(self.memory.trust(self._run, own) * x, SPREAD + DOUBT * x)
         others = self.memory.gains(self._signature, arm.name, self._run)
         if others:
-            belief = belief.with_(sum(others) / len(others), ACROSS / math.sqrt(len(others)))
+            belief = belief.with_(sum(others) / len(others) - math.log(arm.left), ACROSS / math.sqrt(len(others)))
         if arm.logs and self._plain:
             sd = NOISE * math.sqrt(1 / len(arm.logs) + 1 / len(self._plain))
             belief = belief.with_(self._gain(arm), sd)
@@ -249,8 +278,11 @@ class Bandit(Controller):
         may = [arm for arm in self._arms if arm.exact or not (self._banned & set(arm.name.split(" + ")))]
         beliefs = {arm.name: self.belief(arm) for arm in may}
         best = max(may, key=lambda arm: beliefs[arm.name].mean, default=None)
-        if best is None or beliefs[best.name].mean <= 0:
-            return self._go(window, None, "nothing is expected to gain", {})
+        if best is None or beliefs[best.name].mean <= math.log(KEPT):
+            return self._go(window, None, f"nothing is expected to gain {KEPT}x", {})
+        found = beliefs[best.name]
+        if best.logs and found.mean - found.sd < math.log(KEPT) and len(self._plain) < COMPARED:
+            return self._go(window, None, "it gains little, if anything: a window without it to compare", {})
         hoped = max(may, key=lambda arm: beliefs[arm.name].mean + left * beliefs[arm.name].sd)
         chosen, why = best, "the highest expected gain"
         if hoped is not best and beliefs[hoped.name].mean > 0 and self._explored < EXPLORES * self._windows:
@@ -291,9 +323,9 @@ class Bandit(Controller):
             **super().state_dict(),
             "bandit": {
                 "run": self._run, "plain": list(self._plain), "signature": self._signature, "filling": self._filling,
-                "explored": self._explored, "base": self._base.numbers,
+                "explored": self._explored, "base": self._base.numbers, "cache": list(self._cache),
                 "arms": [
-                    [arm.name, arm.settings.numbers, arm.predicted, arm.exact, arm.remembers, list(arm.logs)]
+                    [arm.name, arm.settings.numbers, arm.predicted, arm.exact, arm.remembers, arm.left, list(arm.logs)]
                     for arm in self._arms
                 ],
             },
@@ -303,11 +335,12 @@ class Bandit(Controller):
         super().load_state_dict(state)
         own = state["bandit"]
         self._run, self._signature, self._filling = own["run"], own["signature"], bool(own["filling"])
+        self._cache = int(own["cache"][0]), float(own["cache"][1])
         self._plain, self._explored, self._base = list(own["plain"]), int(own["explored"]), Settings.of(own["base"])
         self._arms = [
             Arm(
                 name=name, settings=Settings.of(numbers), predicted=predicted, exact=exact, remembers=remembers,
-                logs=list(logs),
+                left=left, logs=list(logs),
             )
-            for name, numbers, predicted, exact, remembers, logs in own["arms"]
+            for name, numbers, predicted, exact, remembers, left, logs in own["arms"]
         ]  # fmt: skip

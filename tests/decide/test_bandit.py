@@ -1,0 +1,201 @@
+"""The learned policy on a machine of known costs, and in a Loader: it goes where gain is, remembers, and leaves what loses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from test_controller import KEEP, WINDOWS, Machine, actions, go
+from torch.utils.data import Dataset
+
+import salience
+from salience.decide.bandit import EXPLORES, Bandit, Belief, Memory, arms_of, signature
+from salience.decide.levers import Reach, options
+from salience.decide.settings import Settings
+from salience.errors import ConfigError, StateError
+from salience.select.steering import History
+from salience.watch.model import verdict
+
+START = Settings(workers=1)
+HEAVY = {"load": 0.02, "augment": 0.3}
+
+
+def play(machine: Machine, controller: Bandit, reach: Reach, windows: int = WINDOWS) -> list[Settings]:
+    """The settings of each window; what was kept stays as long as it is wanted, whatever else is switched."""
+    used, kept = [controller.settings], (0, False)
+    for window in range(1, windows):
+        now = used[-1]
+        warm = bool((now.cache and kept[0]) or (now.treat and kept[1]))
+        kept = now.cache, now.treat
+        controller.edge(window, machine.seen(window - 1, now, warm=warm), reach)
+        used.append(controller.settings)
+    return used
+
+
+def bandit(memory: Memory | None = None, **more) -> Bandit:
+    return Bandit(START, windows=WINDOWS, batches=50 * WINDOWS, memory=memory, **more)
+
+
+def test_two_beliefs_together_lie_between_them_and_are_surer():
+    both = Belief(0.0, 1.0).with_(1.0, 0.5)
+    assert 0.5 < both.mean < 1.0
+    assert both.sd < 0.5
+
+
+def test_it_goes_to_the_best_combination_at_once_and_stays():
+    reach = Reach(cores=2, reusable=("load", "augment"), keep=KEEP)
+    said, used = go(Machine(HEAVY), bandit(lossy=True), reach)
+    assert used[1] != START  # behind one measured window
+    assert used[-1].workers == 2
+    assert used[-1].treat
+    assert sum(one == START for one in used) == 1
+    assert said[0].action == "try"
+    assert said[0].interval[0] < said[0].predicted < said[0].interval[1]
+
+
+def test_what_does_not_gain_is_left_and_the_run_ends_as_it_began():
+    machine = Machine(HEAVY, useless=("workers", "treat", "select"))
+    controller = bandit(lossy=True)
+    said, used = go(machine, controller, Reach(cores=2, reusable=("load", "augment"), keep=KEEP))
+    assert used[-1] == START
+    assert "undo" in [action for action, _ in actions(said)]
+    tried = [one for one in used if one != START]
+    assert len(tried) <= WINDOWS // 3
+    undone = [d for d in said if d.action == "undo" and d.measured is not None]
+    assert undone
+    assert all(d.measured == pytest.approx(1, abs=0.05) for d in undone if "select" not in d.lever)
+
+
+def test_nothing_is_tried_where_nothing_can_gain():
+    said, used = go(Machine({"load": 0.001}), bandit(), Reach(cores=2))
+    assert {*used} == {START}
+    assert not actions(said)
+
+
+def test_lossy_levers_need_leave_and_are_undone_for_good_out_of_the_band():
+    reach = Reach(cores=1, keep=KEEP)
+    said, used = go(Machine({"load": 0.001}, compute=0.1), bandit(), reach)
+    assert {*used} == {START}
+    assert "changes training" in said[0].reason
+    histories = [History(progress=np.linspace(0, 1, 5), metric=np.full(5, 0.9)) for _ in range(3)]
+    said, used = go(Machine({"load": 0.001}, compute=0.1), bandit(histories=histories), reach, metric=0.5)
+    assert any(one.select for one in used)
+    assert not used[-1].select
+    assert "left the baseline's band" in said[-1].reason or any("band" in d.reason for d in said)
+    first = next(k for k, one in enumerate(used) if one.select)
+    assert not any(one.select for one in used[first + 2 :])
+
+
+def test_a_window_that_fills_a_cache_does_not_count():
+    controller = bandit()
+    go(Machine({"fetch": 0.1, "decode": 0.01}), controller, Reach(cores=1, cache=1 << 20), windows=4)
+    [arm] = [arm for arm in controller._arms if arm.settings.cache]
+    assert controller.settings == arm.settings
+    assert len(arm.logs) == 1  # of the two under it, the first filled it
+
+
+def test_a_memory_is_used_by_the_next_run(tmp_path):
+    file = tmp_path / "memory" / "bandit.json"
+    machine, reach = Machine(HEAVY, useless=("workers",)), Reach(cores=2, reusable=("load", "augment"))
+    first = play(machine, bandit(Memory(file), lossy=True, run="a"), reach)
+    found = json.loads(file.read_text())
+    assert found["format"] == "salience-bandit-1"
+    assert all("a" in runs for arms in found["found"].values() for runs in arms.values())
+    second = play(machine, bandit(Memory(file), lossy=True, run="b"), reach)
+    changes = [sum(a != b for a, b in itertools.pairwise(used)) for used in (first, second)]
+    assert changes[1] <= changes[0]
+    assert second[1].treat  # without trying workers alone
+    [by_arm] = Memory(file).found.values()
+    assert any({*runs} == {"a", "b"} for name, runs in by_arm.items() if "treat" in name)
+
+
+def test_predictions_that_came_true_only_half_are_halved_elsewhere():
+    memory = Memory()
+    assert memory.trust("x") == pytest.approx(0.8)
+    for k in range(5):
+        memory.note("input:stage:1", f"arm {k}", "old", 4.0, 0.5 * 1.386)
+    assert memory.trust("x") == pytest.approx(0.5, abs=0.03)
+    assert memory.trust("old") == pytest.approx(0.8)  # what a run saw itself is not counted twice
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"format": "other", "found": {}}', '{"format": "salience-bandit-1", "found": 3}']
+)
+def test_a_file_that_is_no_memory_is_said(tmp_path, text):
+    file = tmp_path / "x.json"
+    file.write_text(text)
+    with pytest.raises(StateError, match="is no memory of policy"):
+        Memory(file)
+
+
+def test_settings_that_are_not_expected_to_be_best_get_a_tenth_of_the_windows():
+    controller = bandit(lossy=True)
+    go(Machine(HEAVY, noise=0.05), controller, Reach(cores=2, reusable=("load", "augment"), keep=KEEP))
+    assert controller._explored <= EXPLORES * WINDOWS + 1
+
+
+def test_it_goes_on_from_its_state_as_if_it_had_not_stopped():
+    reach = Reach(cores=2, reusable=("load", "augment"), keep=KEEP)
+    for stop in (1, 3, 7):
+        whole, part, again = (bandit(lossy=True, run="r") for _ in range(3))
+        _, used = go(Machine(HEAVY), whole, reach, windows=12)
+        machine = Machine(HEAVY)
+        _, first = go(machine, part, reach, windows=stop + 1)
+        again.load_state_dict(json.loads(json.dumps(part.state_dict())))
+        rest = [again.settings]
+        for window in range(stop + 1, 12):
+            before = [*first, *rest[1:]]
+            warm = len(before) > 1 and before[-1] == before[-2]
+            again.edge(window, machine.seen(window - 1, before[-1], warm=warm), reach)
+            rest.append(again.settings)
+        assert [*first, *rest[1:]] == used
+
+
+def test_arms_are_all_combinations_and_a_signature_says_what_holds_back():
+    seen = Machine({"fetch": 0.1, "decode": 0.05}).seen(0, START)
+    single = options(seen.costs, START, Reach(cores=2, cache=100), 1)
+    arms = arms_of(seen.costs, single, START)
+    assert sorted(arm.settings.numbers for arm in arms) == [[1, 100, 0, 0], [2, 0, 0, 0], [2, 100, 0, 0]]
+    assert max(arms, key=lambda arm: arm.predicted).settings == Settings(workers=2, cache=100)
+    assert signature(verdict(seen.costs), seen.costs).startswith("input:fetch:")
+
+
+@dataclass
+class Slow(Dataset):
+    n: int = 240
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        time.sleep(0.002)
+        return torch.full((4,), float(i)), i % 2
+
+
+def test_in_a_loader_it_leaves_the_batches_as_they_are_and_writes_its_memory(tmp_path):
+    def ids(**more) -> list[list[int]]:
+        loader = salience.Loader(Slow(), 8, epochs=6, num_workers=1, with_ids=True, seed=4, **more)
+        seen = []
+        for _ in range(6):
+            for i, (x, _) in loader:
+                loader.loss(x.sum(1), ids=i)
+                seen.append(i.tolist())
+        return seen
+
+    file = tmp_path / "memory.json"
+    assert ids(auto=True, policy=f"bandit:{file}", log=tmp_path / "run.jsonl") == ids()
+    decisions = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert any(event["kind"] == "verdict" for event in decisions)
+    if any(event["kind"] == "decision" and event["action"] == "try" for event in decisions):
+        assert Memory(file).found
+
+
+@pytest.mark.parametrize("given", ["bandits", "heuristic:file", ""])
+def test_what_is_no_policy_is_said(given):
+    with pytest.raises(ConfigError, match="policy is"):
+        salience.Loader(Slow(8), 4, epochs=2, auto=True, policy=given)
