@@ -106,7 +106,7 @@ class Spec:
     """Train on the first so many samples of a fixed shuffle; 0 = all."""
     model: str = "resnet9"
     flip: bool = True
-    scale: float = 0.125
+    scale: float = 1.0
     """The model's outputs are multiplied by this."""
     noise: str = ""
     share: float = 0.0

@@ -364,7 +364,7 @@ def train_treated(arm: str, data: dict[str, np.ndarray], seed: int, *, epochs: i
             x = augment_like(images[taken].float(), hashed(taken + n * seed, born[taken], 12))
             x = ((cifar.crop_flip(x, draws) - mean) / std).contiguous(memory_format=torch.channels_last)
             with torch.autocast("cuda", torch.bfloat16, enabled=device != "cpu"):
-                logits = model(x) * 0.125
+                logits = model(x)
             losses = F.cross_entropy(logits.float(), y[taken], reduction="none")
             loss = selector.loss(losses, logits, y[taken])
             optimizer.zero_grad(set_to_none=True)

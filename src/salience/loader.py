@@ -145,6 +145,8 @@ class Loader(Deciding):
         self._options = dataloader
         self._feed: Feed | None = None
         self._feed_options: dict[str, Any] = {"policy": cache_policy, "disk": disk, "redis": redis, "views": views}
+        adopted = 0 if cache is not None or disk is not None or redis is not None else self._first_cache()
+        cache = adopted or cache
         if cache is not None or disk is not None or redis is not None:
             self._set_feed(cache or 0, self._feed_workers)
         self._treating: Treating | None = None
@@ -184,7 +186,7 @@ class Loader(Deciding):
         if self._auto is not None:
             if self._auto.lossy and select is None:
                 self._offer("default")
-            self._auto.start(self._settings, len(self), decides=self.rank == 0)
+            self._auto.start(self._settings, len(self), decides=self.rank == 0, adopted=bool(adopted))
 
     def _make_inner(self, options: dict[str, Any]) -> DataLoader[Any]:
         return DataLoader(

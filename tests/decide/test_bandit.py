@@ -99,6 +99,15 @@ def test_a_window_that_fills_a_cache_does_not_count():
     assert len(arm.logs) == 1  # of the two under it, the first filled it
 
 
+def test_a_cache_that_is_on_from_the_start_belongs_to_every_setting():
+    start = Settings(workers=1, cache=1 << 20)
+    controller = Bandit(start, windows=WINDOWS, batches=50 * WINDOWS, adopted=True)
+    used = play(Machine({"fetch": 0.1, "decode": 0.06}), controller, Reach(cores=2))
+    assert used[:2] == [start, start]  # the first fills it, the second is the one to compare with
+    assert used[2] == used[-1] == Settings(workers=2, cache=1 << 20)
+    assert len(controller._plain) == 1
+
+
 def test_a_memory_is_used_by_the_next_run(tmp_path):
     file = tmp_path / "memory" / "bandit.json"
     machine, reach = Machine(HEAVY, useless=("workers",)), Reach(cores=2, reusable=("load", "augment"))

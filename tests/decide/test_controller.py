@@ -84,6 +84,25 @@ def test_a_storage_bound_run_gets_a_cache_and_nothing_it_does_not_need():
     assert kept.window == 3  # measured, filled, judged
 
 
+def adopting(**more) -> Controller:
+    return Controller(Settings(workers=1, cache=1 << 20), windows=WINDOWS, batches=50 * WINDOWS, adopted=True, **more)
+
+
+def test_a_cache_that_is_on_from_the_start_is_judged_against_the_window_that_filled_it():
+    said, used = go(Machine({"fetch": 0.1, "decode": 0.01}), adopting(), Reach(cores=1))
+    assert actions(said) == [("try", "cache"), ("keep", "cache")]
+    assert [d.window for d in said if d.action != "skip"] == [1, 2]
+    assert {*used} == {Settings(workers=1, cache=1 << 20)}
+    assert said[0].reason == "on from the first window, which filled it"
+
+
+def test_one_that_gains_nothing_goes():
+    machine = Machine({"fetch": 0.01, "decode": 0.1}, useless=("cache",))
+    said, used = go(machine, adopting(), Reach(cores=1))
+    assert actions(said)[:2] == [("try", "cache"), ("undo", "cache")]
+    assert used[2:] == [Settings(workers=1)] * (WINDOWS - 2)
+
+
 def test_exact_levers_go_on_before_lossy_ones_and_one_at_a_time():
     machine, auto = Machine({"load": 0.02, "augment": 0.3}), controller(lossy=True)
     said, used = go(machine, auto, Reach(cores=2, reusable=("load", "augment"), keep=KEEP))

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,17 +17,17 @@ from torch.utils.data import TensorDataset
 import salience
 from salience.cli import main
 from salience.events import EventLog
-from salience.images.glyphs import render
 
 NASTY = ("<script>alert(1)", "<img src=x onerror=alert(2)>", "a & b \"c\" 'd'", "naïve")
 """Names of the classes, in their order on disk."""
 
 
-def photos(root: Path, n: int = 80) -> Path:
-    """Rendered images of four classes: some labels wrong, some images copied byte by byte."""
-    glyphs = render(n, classes=4, size=16, copies=0, wrong=0.1)
-    for i, (image, label) in enumerate(zip(glyphs.images, glyphs.labels, strict=True)):
-        folder = root / NASTY[label]
+def photos(root: Path, n: int = 160) -> Path:
+    """Noise of four shades, a class each: some labels wrong, some images copied byte by byte."""
+    rng = np.random.default_rng(0)
+    for i in range(n):
+        image = np.clip(rng.normal(40 + 60 * (i % 4), 20, (16, 16)), 0, 255).astype(np.uint8)
+        folder = root / NASTY[(i + (i % 10 == 3)) % 4]
         folder.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image).save(folder / f"{i:03}.png")
         if i % 20 == 0:
@@ -39,7 +40,8 @@ def trained(folder: Path, name: str, **options: Any) -> Path:
     data = folder / "data"
     if not data.exists():
         photos(data)
-    given = {"data": data, "model": "mlp", "epochs": 5, "batch-size": 16, "workers": 0, "out": folder / name, **options}
+    given = {"data": data, "model": "mlp", "epochs": 5, "batch-size": 8, "lr": 0.02, "workers": 0, "out": folder / name}
+    given |= options
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "XDG_CACHE_HOME", str(folder / "cache"))
         assert main(["train", *(f"--{key}={value}" for key, value in given.items())]) == 0
@@ -77,7 +79,23 @@ def long_log(path: Path, epochs: int, *, filters: int = 2) -> Path:
             for k in range(filters)
         ]
         done = {"batches": 50, "of": 50, "finished": True, "seconds": 0.5, "overhead": {"plan": 0.001 * (window + 1)}}
-        log.emit("plan", window=window, picked=500, population=1000, progress=window / epochs, filters=notes)
-        log.emit("window", window=window, **done)
+        shares = [round(0.05 + 0.1 * k, 2) for k in range(10)]
+        log.emit(
+            "plan", window=window, picked=500, population=1000, progress=window / epochs, filters=notes, by_importance=shares
+        )  # fmt: skip
+        work = {"fetch": 0.1, "<b>burn": 0.3}
+        log.emit(
+            "window",
+            window=window,
+            **done,
+            steps={"steps": 50, "wait": 0.2, "forward": 0.1, "backward": 0.15, "work": work},
+        )
         log.emit("evaluated", metric=1 - 1 / (window + 2), progress=(window + 1) / epochs, window=window + 1)
+    levers = [{"name": "num_workers=2", "exact": True, "speedup": 1.6, "low": 1.2, "high": 2.0}]
+    log.emit(
+        "verdict", window=1, bound="input", cause="burn", share=0.8, text="Input-bound: <i>so</i> it is.", levers=levers
+    )
+    common = {"lever": "num_workers=2", "predicted": 1.6, "reason": "the lower bound of 2 pairs is above 1.02"}
+    log.emit("decision", window=1, action="try", measured=None, interval=None, **common)
+    log.emit("decision", window=3, action="keep", measured=1.5, interval=[1.4, 1.61], **common)
     return path

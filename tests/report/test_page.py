@@ -21,6 +21,7 @@ from salience.report.compared import against, compare
 from salience.report.html import comparison_page, page
 from salience.report.log import read_log
 from salience.report.telling import tell
+from salience.report.words import percent, waiting
 
 from conftest import require
 
@@ -29,6 +30,7 @@ SECTIONS = (
     "verdict",
     "baseline",
     "result",
+    "time",
     "selected",
     "filters",
     "suspects",
@@ -74,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs on the same data, a nasty warning in the log of one, and their pages."""
     folder = tmp_path_factory.mktemp("runs")
     trained(folder, "all", epochs=5)
-    trained(folder, "less", select="default")
+    trained(folder, "less", select="default", epochs=10)
     EventLog(folder / "less" / "run.jsonl").emit("warning", text="</style></section><script>alert(3)</script>")
     less, everything = str(folder / "less"), str(folder / "all")
     assert main(["report", less, "--baseline", everything, "-o", str(folder / "report.html")]) == 0
@@ -117,8 +119,31 @@ def test_every_section_with_something_in_it_is_there_the_verdict_first(folder):
 def test_a_run_of_any_length_has_its_page(tmp_path, epochs):
     story = tell(read_log(long_log(tmp_path / "x.jsonl", epochs)), name="x")
     found = Checked(page(story, baseline=against(story, story)))
-    assert found.tags.count("svg") == 4
+    assert found.tags.count("svg") == 7
     assert f"{500 * epochs:,} of {1000 * epochs:,}" in found.text
+
+
+def test_where_the_time_went_and_what_was_decided_is_told(tmp_path):
+    text = page(tell(read_log(long_log(tmp_path / "x.jsonl", 4)), name="x"))
+    assert re.findall(r'<section id="(\w+)"', text).count("decisions") == 1
+    found = Checked(text).text
+    assert "Input-bound: <i>so</i> it is." in found
+    assert all(
+        part in found for part in ("Seconds of the loop", "waiting for batches", "Seconds of the workers", "<b>burn")
+    )
+    assert "1.60x" in found
+    assert "1.20x and 2.00x" in found  # what the lever could gain
+    assert "1.50x (1.40 to 1.61)" in found
+    assert "Share visited, by importance" in found
+    assert "least important tenth" in found
+
+
+def test_without_a_verdict_the_seconds_say_where_the_time_went(folder):
+    story = open_run(str(folder / "all"), whole=False).story
+    assert 0 < story.waiting < 1
+    assert "load" in story.work
+    assert f"The loop waited for batches {percent(story.waiting)} of its time." in waiting(story)
+    assert "Of what the workers did, load took" in waiting(story)
 
 
 def test_reasons_that_differ_in_numbers_alone_are_one_row(tmp_path):

@@ -13,6 +13,7 @@ import salience
 from salience.errors import StateError
 from salience.ledger import COLUMNS, Ledger
 from salience.models import build
+from salience.report.observed import render
 from salience.select.findings import (
     balance,
     copies,
@@ -25,6 +26,8 @@ from salience.select.findings import (
     suspects,
     upper_share,
 )
+from salience.select.presets import preset
+from salience.select.summary import summarise
 
 from conftest import require
 
@@ -115,6 +118,28 @@ def test_reasons_say_in_words_what_was_seen(runs):
     assert hardest(twice)[0].reason == "mean loss 2.1, right at 3 of 12 visits, forgotten 2 times"
     alone = sample(1, mean_loss=0.5, seen=1)
     assert (hardest(alone)[0].reason, hardest(alone)[0].confidence) == ("mean loss 0.5 at 1 visit", None)
+
+
+def test_a_model_that_has_hardly_learnt_its_classes_makes_no_label_look_wrong():
+    """Guesses at random, each with confidence: nothing about a label follows from that."""
+    n, rng = 3000, np.random.default_rng(0)
+    ledger = Ledger(n)
+    ledger.set_labels(rng.integers(0, 6, n))
+    ledger.seen[:], ledger.last_seen[:] = 5, 4
+    ledger.guess[:] = rng.integers(0, 6, n)
+    right = ledger.guess == ledger.label
+    ledger.margin[:] = np.where(right, 2, -2) * rng.random(n)
+    ledger.margin_sum[:] = 5 * ledger.margin
+    ledger.guess_p[:] = 0.5 + 0.5 * rng.random(n)
+    ledger.other[:] = np.where(right, (ledger.label + 1) % 6, ledger.guess)
+    ledger.mean_loss[:] = rng.random(n)
+    said = findings(ledger)
+    assert said.suspected == 0
+    assert said.suspects == ()
+    assert said.weak.startswith("the model differs from 83% of the labels")
+    summary = summarise(ledger, windows=5, forecast_with=preset("default"))
+    assert "Labels cannot be judged: the model differs" in render(summary)
+    assert said.hard
 
 
 def test_without_logits_or_without_losses_nothing_is_claimed():

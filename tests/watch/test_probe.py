@@ -16,9 +16,12 @@ from torch.utils.data import Dataset, TensorDataset
 
 import salience
 from salience.cli import main
+from salience.events import read
+from salience.report.profile import Profile
+from salience.watch.model import Costs
 from salience.watch.probe import Enough, Session, profiling
 from salience.watch.steps import Steps
-from salience.watch.usage import Usage, sparkline
+from salience.watch.usage import Sample, Usage, sparkline
 
 from conftest import make_model, train
 
@@ -162,6 +165,29 @@ def test_wrong_arguments_of_profile(capsys):
     assert main(["profile"]) == 2
     assert main(["profile", "nowhere.py"]) == 2
     assert "no script" in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_hardly_busy_does_not_hold_the_loop_back():
+    costs = Costs(step=0.01, wait=0.0001, input=0.001, compute=0.0099, work={"load": 0.001}, workers=2, steps=50)
+    for busy, said in ((0.2, True), (0.9, False)):
+        usage = [Sample(seconds=float(k), cpu=0.1, memory=0.1, disk=0, network=0, gpu=(busy,)) for k in range(6)]
+        made = Profile.of(costs, cores=2, losses=True, usage=usage)
+        assert made.verdict.kind == "compute"
+        assert any("busy only 20% of the time" in note for note in made.notes) == said
+
+
+def test_a_profile_goes_into_an_event_log_and_from_there_into_a_report(script, tmp_path, capsys):
+    log = tmp_path / "log" / "run.jsonl"
+    assert main(["profile", str(script), "--probes", "1", "--log", str(log), "--", "0.002", "0.0"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    event = [event for event in read(log) if event["kind"] == "verdict"][-1]
+    assert event["text"] == first
+    assert event["costs"]["step"] > 0
+    assert event["levers"]
+    assert main(["report", str(log), "-o", str(tmp_path / "report.html")]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "Where the time went" in page
+    assert "stays as it is" in page
 
 
 def test_usage_looks_at_the_machine():

@@ -114,6 +114,8 @@ def find(args: argparse.Namespace, lists: Sequence[str]) -> int:
 def _suspect_verdict(said: Findings) -> str:
     if not said.judged:
         return "No label can be judged: give loader.loss() logits and integer targets."
+    if not said.suspected and said.weak:
+        return f"No label can be judged: {said.weak}. Train longer, or with a larger model."
     if not said.suspected:
         return f"None of {said.judged:,} labels looks wrong."
     share = said.suspected / said.judged

@@ -50,14 +50,19 @@ class Auto:
         self._planned = self._lead = 0.0
         self._restarts, self._whole, self._first = True, False, True
 
-    def start(self, settings: Settings, batches: int, *, decides: bool = True) -> None:
-        """Begin with these, in windows of `batches`; the rank that decides reads the baseline."""
+    @property
+    def replays(self) -> bool:
+        """Whether an earlier run decides."""
+        return self._recorded is not None
+
+    def start(self, settings: Settings, batches: int, *, decides: bool = True, adopted: bool = False) -> None:
+        """Begin with these, in windows of `batches`; the rank that decides reads the baseline. `adopted`: the cache is ours."""
         if self._recorded is not None:
             self.controller = Replay(settings, self._recorded)
             return
         histories = read_histories(self._baseline) if self._baseline is not None and decides else ()
         given: dict[str, Any] = {"windows": self._epochs, "batches": self._epochs * batches}
-        given |= {"lossy": self.lossy, "histories": histories}
+        given |= {"lossy": self.lossy, "histories": histories, "adopted": adopted}
         if self._memory is not None:
             self.controller = Bandit(settings, memory=self._memory if decides else Memory(), **given)
         else:
@@ -72,7 +77,7 @@ class Auto:
         timed = min(TIMED, controller.allowance - depth)
         room = batches - depth - timed - ahead - WARM - LEAST
         alone = controller.settings.workers or controller.settings.cache  # else waiting is the loader alone
-        if controller.probing and alone and timed >= 2 and room >= 0:
+        if controller.probing and not controller.fills and alone and timed >= 2 and room >= 0:
             self._probe = Probe(depth=depth, timed=timed, first=self._mark + WARM + room // 2, times=1)
         return self._probe
 
@@ -92,7 +97,7 @@ class Auto:
         return look(
             self._steps(steps), batches=self._batches, lead=self._lead, ahead=self._ahead, first=self._first,
             inputs=() if self._probe is None else self._probe.inputs, workers=self.controller.settings.workers,
-            restarts=self._restarts,
+            restarts=self._restarts, fills=self.controller.fills,
         )  # fmt: skip
 
     def _steps(self, steps: Steps) -> list[Step]:

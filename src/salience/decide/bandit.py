@@ -174,17 +174,20 @@ class Bandit(Controller):
         batches: int,
         lossy: bool = False,
         histories: Sequence[History] = (),
+        adopted: bool = False,
         memory: Memory | None = None,
         run: str = "",
     ) -> None:
-        super().__init__(start, windows=windows, batches=batches, lossy=lossy, histories=histories)
+        super().__init__(
+            start, windows=windows, batches=batches, lossy=lossy, histories=histories, adopted=adopted
+        )  # fmt: skip
         self.memory = memory or Memory()
         self._run = run or f"{os.getpid()}-{os.urandom(4).hex()}"
         self._base, self._plain = start, list[float]()
         """Settings without levers, and logarithms of the seconds of windows under them."""
         self._arms: list[Arm] = []
         self._signature = ""
-        self._filling = False
+        self._filling = adopted
         """The window in progress fills a cache."""
         self._explored = 0
         self._cache = (0, 1.0)
@@ -197,7 +200,9 @@ class Bandit(Controller):
             return said
         if seen is None:
             return said
-        if self.probing and seen.costs is not None and self.settings == self._base:
+        if self._adopted and seen.costs is not None:
+            self._adopted, self.verdict = False, verdict(seen.costs)
+        elif self.probing and seen.costs is not None and self.settings == self._base and not self._filling:
             self.probing, self.costs = False, seen.costs
             self.verdict = verdict(seen.costs)
             self._signature = signature(self.verdict, seen.costs)
@@ -235,11 +240,13 @@ class Bandit(Controller):
     def _observe(self, seen: Seen, share: float) -> None:
         """Count the window that is over, which visited a share of the samples, unless it filled something."""
         filling, self._filling = self._filling, False
+        if filling:
+            return
         if self.settings == self._base:
             self._plain.append(math.log(seen.seconds))
             return
         arm = self._arm(self.settings)
-        if arm is None or filling:
+        if arm is None:
             return
         arm.logs.append(math.log(seen.seconds / share))
         self.memory.note(self._signature, arm.name, self._run, arm.predicted, self._rate(arm), arm.left)

@@ -17,7 +17,7 @@ from salience.decide.seen import Seen
 from salience.decide.settings import Settings
 from salience.decide.trial import Gain, Trial, windows_needed
 from salience.select.steering import History, band
-from salience.watch.model import WORTH, Costs, Verdict, verdict
+from salience.watch.model import WORTH, Costs, Lever, Verdict, ceiling, verdict
 
 DRIFT = 1.15
 TRIALS = 0.3
@@ -46,9 +46,18 @@ class Controller:
     """Decides by measured windows; `settings` and `probing` are those of the next one."""
 
     def __init__(
-        self, start: Settings, *, windows: int, batches: int, lossy: bool = False, histories: Sequence[History] = ()
+        self,
+        start: Settings,
+        *,
+        windows: int,
+        batches: int,
+        lossy: bool = False,
+        histories: Sequence[History] = (),
+        adopted: bool = False,
     ) -> None:
+        """`adopted`: the cache of `start` is a lever that is on from the first window, which fills it."""
         self.settings = start
+        self._adopted = adopted
         self.probing = True
         """Whether the next window is to be measured with a probe."""
         self.held = 0
@@ -74,6 +83,11 @@ class Controller:
         self._heard: tuple[float, float] | None = None
 
     @property
+    def fills(self) -> bool:
+        """Whether the window in progress fills a cache that is on from the start."""
+        return self._adopted
+
+    @property
     def allowance(self) -> int:
         """Batches that may still be held back."""
         return int(HELD * self._batches) - self.held
@@ -97,10 +111,25 @@ class Controller:
                 return said
             self.probing, self.costs, self._step = False, seen.costs, seen.step
             self.verdict = verdict(seen.costs)
+            if self._adopted:
+                return [*said, self._adopt(window, seen, seen.costs)]
         elif self._step is not None and abs(math.log(seen.step / self._step)) > math.log(DRIFT):
             self.probing = True
             return said
         return said + self._choose(window, seen, reach)
+
+    def _adopt(self, window: int, seen: Seen, costs: Costs) -> Decision:
+        """The cache was on from the start: its trial is the window that comes, against the one that filled it."""
+        self._adopted = False
+        lever = Lever(name=f"cache={self.settings.cache}", exact=True, saves={"fetch": 1.0})
+        option = Option(
+            name=lever.name, exact=True, remembers=True, settings=self.settings,
+            predicted=min(ceiling(costs, lever).speedup, 99.0), saves=dict(lever.saves),
+        )  # fmt: skip
+        base = replace(self.settings, cache=0)
+        self._trial = Trial(option=option, base=base, off=(seen.seconds,), filled=True, whole=True, windows=1)
+        reason = "on from the first window, which filled it"
+        return Decision(window=window, lever=lever.name, action="try", predicted=option.predicted, reason=reason)
 
     def _choose(self, window: int, seen: Seen, reach: Reach) -> list[Decision]:
         """The best lever goes on; levers that are not worth it are named once."""
@@ -223,10 +252,11 @@ class Controller:
             "step": self._step, "trial": None if self._trial is None else _flat(self._trial),
             "undone": dict(self._undone), "banned": sorted(self._banned), "proven": sorted(self._proven),
             "said": sorted(self._said), "heard": None if self._heard is None else list(self._heard),
+            "adopted": self._adopted,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.settings = Settings(**state["settings"])
+        self.settings, self._adopted = Settings(**state["settings"]), bool(state["adopted"])
         self.probing, self.held, self._spent = bool(state["probing"]), int(state["held"]), int(state["spent"])
         self.verdict = None if state["verdict"] is None else Verdict(**state["verdict"])
         self.costs = None if state["costs"] is None else Costs(**state["costs"])
@@ -254,7 +284,8 @@ class Replay(Controller):
 def _decided(window: int, option: Option, action: str, gain: Gain | None, reason: str) -> Decision:
     return Decision(
         window=window, lever=option.name, action=action, predicted=option.predicted, reason=reason,
-        measured=None if gain is None else gain.speedup, interval=None if gain is None else (gain.low, gain.high),
+        measured=None if gain is None else gain.speedup,
+        interval=None if gain is None or not gain.low else (gain.low, gain.high),  # of one pair there is none
     )  # fmt: skip
 
 

@@ -41,19 +41,21 @@ def look(
     workers: int,
     first: bool,
     restarts: bool,
+    fills: bool = False,
 ) -> Seen | None:
     """From the steps of a window of `batches`; None where they are too few.
 
     `lead`: seconds before the first. `inputs`: what probes measured. `ahead`: batches that are ready after a probe, whose waits
     say nothing. `first`: the run's first window, in which everything warms up. `restarts`: whether workers start anew in
-    every window, so that waiting for them belongs to each.
+    every window, so that waiting for them belongs to each. `fills`: a cache is filled, mostly in the window's first steps,
+    so that they count as all others do.
     """
     natural, ready = list[Step](), 0
     for step in steps:
         ready = ahead if step.held else ready - 1
         if not step.held and ready < 0:
             natural.append(step)
-    dropped = min(WARM if first else DROPPED, len(natural) // 4)
+    dropped = 0 if fills else min(WARM if first else DROPPED, len(natural) // 4)
     body = natural[dropped:]
     if len(body) < LEAST:
         return None
@@ -64,5 +66,21 @@ def look(
         seconds=float(each.mean()) * batches + lead + (max(0.0, waits) if restarts else 0.0),
         step=float(each.mean()),
         blocks=tuple(float(block.mean()) for block in blocks),
-        costs=costs_of([*body, *(step for step in steps if step.held)], inputs, workers),
+        costs=_plain_costs(body, workers)
+        if fills
+        else costs_of([*body, *(step for step in steps if step.held)], inputs, workers),
     )
+
+
+def _plain_costs(steps: Sequence[Step], workers: int) -> Costs:
+    """Means over all steps, with input alone as slow as they are: what reading costs where little is here yet."""
+    wait, forward, backward = (
+        float(np.mean([getattr(one, name) for one in steps])) for name in ("wait", "forward", "backward")
+    )
+    names = {name: 0 for one in steps for name in one.work}
+    work = {name: float(np.mean([one.work.get(name, 0.0) for one in steps])) for name in names}
+    busy = forward + backward
+    return Costs(
+        step=wait + busy, wait=wait, input=wait + busy, compute=busy, work=work, forward=forward, backward=backward,
+        workers=workers, steps=len(steps),
+    )  # fmt: skip

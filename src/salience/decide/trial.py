@@ -56,6 +56,8 @@ class Trial:
     on: tuple[float, ...] = ()
     """Seconds of windows; of a lever that remembers, those of the parts of one window."""
     filled: bool = False
+    whole: bool = False
+    """Whether it was on from the start: then whole windows are compared, that which filled it with the next."""
     windows: int = 0
     """That it has taken so far,"""
     unseen: int = 0
@@ -73,6 +75,8 @@ class Trial:
             return replace(trial, off=(*self.off, seen.seconds))
         if not self.option.remembers:
             return replace(trial, on=(*self.on, seen.seconds))
+        if self.whole:
+            return replace(trial, on=(seen.seconds,))
         return replace(trial, on=seen.blocks) if self.filled else replace(trial, filled=True)
 
     @property
@@ -92,6 +96,9 @@ class Trial:
         found, pairs = self.gain, len(self.on)
         if found is None:
             return None
+        if self.whole:
+            weaker = "one window against the one that filled it: weak evidence"
+            return found.speedup > KEPT, f"it is {'' if found.speedup > KEPT else 'not '}above {KEPT}; {weaker}"
         if self.option.remembers:
             weaker = "window over window after one of filling: weaker evidence"
             if found.low > KEPT:

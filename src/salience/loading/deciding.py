@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from salience.decide import Auto, Reach, Settings
 from salience.errors import SalienceError, StateError
 from salience.feed.cache import memory_bytes
+from salience.feed.source import Source
 from salience.loading.staging import Staging
 from salience.watch.model import told
 
@@ -63,21 +64,30 @@ class Deciding(Staging):
 
     def _reach(self) -> Reach:
         """What `auto` can switch: what the user left open, and has given what it takes."""
-        moves, room = self._options.get("num_workers", 0) > 0, memory_bytes()
+        moves = self._options.get("num_workers", 0) > 0
         if not moves:
             self._refused["num_workers"] = (
                 "it is 0, and what a data set has opened in this process may not survive a fork; pass num_workers=1"
             )
         cores = self._cores if moves else 0
         cache, share = 0, 1.0
-        if self._source is not None and room is not None and not self._settings.cache:
-            whole = int(self._source.sizes.sum())
-            cache = min(whole, room // 4)
-            share = cache / max(1, whole)
+        if self._source is not None and not self._settings.cache:
+            cache = _roomy_cache(self._source)
+            share = cache / max(1, int(self._source.sizes.sum()))
         reusable: tuple[str, ...] = ()
         if self._treat is not None and self._treating is not None and self._treating.split is not None:
             reusable = self._stage_names[: self._treating.split.stages + 1]
         return Reach(cores=cores, cache=cache, share=share, reusable=reusable, keep=self._kept, refused=self._refused)
+
+    def _first_cache(self) -> int:
+        """Bytes of a cache from the first window on: `auto` would try it anyway, and filling it later costs a window more.
+
+        Where a network lies between; elsewhere the system keeps files in memory too. The same on every rank.
+        """
+        if self._auto is None or self._auto.replays or self._source is None or not self._source.reader.store.far:
+            return 0
+        size = _roomy_cache(self._source)
+        return size if self._group is None else int(self._group.first([size])[0])
 
     @property
     def _cores(self) -> int:
@@ -108,3 +118,8 @@ class Deciding(Staging):
             self._auto.load_state_dict(state["auto"])
             self._apply(self._auto.controller.settings)
         super().load_state_dict(state)
+
+
+def _roomy_cache(source: Source) -> int:
+    """Bytes: the whole source, or a quarter of the memory; 0 where that is not known."""
+    return min(int(source.sizes.sum()), (memory_bytes() or 0) // 4)

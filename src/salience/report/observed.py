@@ -79,7 +79,8 @@ def _hardest(summary: dict[str, Any], names: Sequence[str] | None, shown: int) -
 def _suspects(summary: dict[str, Any], names: Sequence[str] | None, shown: int) -> str:
     suspects = summary.get("suspects")
     if not suspects or not suspects["count"]:
-        return ""
+        weak = suspects and suspects.get("weak")
+        return f"Labels cannot be judged: {weak}." if weak else ""
     head = f"Suspected wrong labels: {suspects['count']:,} (the history contradicts them; the firmest first):"
     lines = [f"{_sample(s, names)}, {s['confidence']:.0%} sure" for s in suspects["samples"][:shown]]
     return "\n".join([head, *lines])

@@ -10,6 +10,9 @@ import torch
 from salience.watch.model import WORTH, Ceiling, Costs, Verdict, ceiling, levers, verdict
 from salience.watch.usage import Sample, sparkline
 
+IDLE = 0.5
+"""A GPU that is busy for less than this share of the time does not hold a loop back."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
@@ -30,6 +33,14 @@ class Profile:
         notes: list[str] = []
         if not losses:
             notes.append("The script never calls loader.loss(), so forward and backward cannot be told apart.")
+        found_verdict = verdict(costs, found)
+        busy = [max(sample.gpu) for sample in usage[len(usage) // 2 :] if sample.gpu]
+        if found_verdict.kind == "compute" and busy and sum(busy) / len(busy) < IDLE:
+            notes.append(
+                f"The GPU itself was busy only {sum(busy) / len(busy):.0%} of the time (NVML): what holds the loop back is "
+                "Python and the launching of kernels. Larger batches, torch.compile or CUDA graphs would help more than any "
+                "lever here."
+            )
         if not torch.cuda.is_available():
             notes.append("No GPU was found: the accelerator is this machine's processor.")
         elif "pynvml" in missing:
@@ -40,9 +51,7 @@ class Profile:
             notes.append(
                 "psutil is not installed (pip install 'salience[watch]'): utilisation of the machine is not shown."
             )
-        return cls(
-            verdict=verdict(costs, found), costs=costs, ceilings=tuple(found), usage=tuple(usage), notes=tuple(notes)
-        )
+        return cls(verdict=found_verdict, costs=costs, ceilings=tuple(found), usage=tuple(usage), notes=tuple(notes))
 
 
 def rendered(profile: Profile) -> str:

@@ -211,6 +211,7 @@ def _findings(event: Event) -> Findings:
         noise_rate=None if event["noise_rate"] is None else float(event["noise_rate"]),
         suspected=int(event["suspected"]),
         expected=float(event["expected"]),
+        weak=str(event.get("weak") or ""),
         suspects=tuple(
             Suspect(
                 id=int(one["id"]), label=int(one["label"]), guess=int(one["guess"]), suspicion=float(one["suspicion"]),

@@ -109,5 +109,7 @@ def _found(story: Story) -> str:
     if story.broken:
         parts.append(f"{count(len(story.broken), 'broken sample')}")
     if not parts:
+        if found.weak:
+            return f"Labels cannot be judged: {found.weak}."
         return "No label looks wrong." if found.judged else ""
     return f"It found {' and '.join(parts)}." if len(parts) < 3 else f"It found {parts[0]}, {parts[1]} and {parts[2]}."

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from salience.errors import StateError
 from salience.ledger import Ledger
 from salience.ledger.files import read_npz, write_npz
-from salience.select.noise import Judgement, contradiction, judge
+from salience.select.noise import Judgement, contradiction, disagreement, judge
 from salience.select.view import Bools, Floats, Ids
 
 SHOWN = 20
@@ -24,6 +24,8 @@ LIKELY = 0.5
 """A label looks wrong where that is likelier than not."""
 SUREST = 0.99
 """No confidence that a label is wrong is higher: of those, about so many were."""
+WEAK = 0.6
+"""A model that differs from more of the labels knows its classes too little."""
 UNEVEN = 1.25
 """A class is named when it gets so many times more or less than its share."""
 COPIES_FORMAT = "salience-copies-1"
@@ -84,6 +86,8 @@ class Findings:
     suspected: int
     expected: float
     """How many of the suspected are wrong if the confidences are right: their sum."""
+    weak: str
+    """Why none can be said to look wrong, where the model has learnt too little for that."""
     suspects: tuple[Suspect, ...]
     hard: tuple[Hard, ...]
     groups: int | None
@@ -108,6 +112,7 @@ def findings(
         noise_rate=judged.rate if known and np.isfinite(judged.rate) else None,
         suspected=int(np.count_nonzero(suspect)),
         expected=float(wrong[suspect].sum(dtype=np.float64)),
+        weak=too_weak(ledger, judged) if known else "",
         suspects=tuple(suspects(ledger, top=top, names=names)),
         hard=tuple(hardest(ledger, top=top)),
         groups=None if groups is None else int(np.count_nonzero(groups > 1)),
@@ -131,13 +136,24 @@ def doubt(ledger: Ledger, judged: Judgement | None = None) -> Floats:
     without augmentation. Runs left out of the fit had a calibration error of 0.02; single bins were off by 0.2, and by up
     to 0.6 where wrong labels went to the next class. It claims too much where a model has hardly learnt its classes, or
     has learnt a habit of mislabelling (40% to the next class, which were left out). On other data take it for an order
-    rather than a frequency. NaN where nothing is known. float32 [n].
+    rather than a frequency. A model that differs from so many labels that it cannot be told whether any are wrong
+    (`too_weak`) makes no label likelier wrong than right. NaN where nothing is known. float32 [n].
     """
-    now = (judged or judge(ledger)).suspicion
+    judged = judged or judge(ledger)
+    now = judged.suspicion
     always: Floats = (ledger.margin_sum / np.maximum(ledger.seen, 1)).astype(np.float32)
     q = upper_share(contradiction(always, ledger.label))
     logit = 0.45 * np.log(q / (1 - q)) + 2.1 * np.clip(now, -2, 3) - 1
-    return np.minimum(1 / (1 + np.exp(-logit)), SUREST).astype(np.float32)
+    most = LIKELY if too_weak(ledger, judged) else SUREST
+    return np.minimum(1 / (1 + np.exp(-logit)), most).astype(np.float32)
+
+
+def too_weak(ledger: Ledger, judged: Judgement) -> str:
+    """Why no label can be said to look wrong, where the model has learnt too little; nothing where it has learnt enough."""
+    wrong, _ = disagreement(ledger.label, ledger.guess, ledger.guess_p)
+    if not np.isnan(judged.rate) and wrong <= WEAK:
+        return ""
+    return f"the model differs from {wrong:.0%} of the labels, too many to tell which of them are wrong"
 
 
 def upper_share(x: Floats) -> Floats:

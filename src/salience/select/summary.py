@@ -70,7 +70,10 @@ def _suspects(ledger: Ledger) -> dict[str, Any] | None:
     if not found.judged:
         return None
     shown = [{**_sample(ledger, one.id), **asdict(one)} for one in found.suspects]
-    return {"noise_rate": found.noise_rate, "count": found.suspected, "expected": found.expected, "samples": shown}
+    return {
+        "noise_rate": found.noise_rate, "count": found.suspected, "expected": found.expected, "weak": found.weak,
+        "samples": shown,
+    }  # fmt: skip
 
 
 def _top(score: np.ndarray, available: int) -> np.ndarray:
