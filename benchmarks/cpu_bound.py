@@ -199,14 +199,17 @@ def nothing_to_save(n: int, turns: int) -> dict[str, Any]:
             spent[turn, k] = pass_over(*arms[k])
     drawn = spent[np.random.default_rng(0).integers(0, turns, (2000, turns))].sum(1)
 
-    def ratio(k: int, what: int) -> dict[str, Any]:
-        ends = np.quantile(drawn[:, k, what] / drawn[:, 0, what], (0.025, 0.975))
-        return {
-            "ratio": round(float(spent[:, k, what].sum() / spent[:, 0, what].sum()), 4),
-            "interval": ends.round(4).tolist(),
-        }
+    def ratio(over: Callable[[np.ndarray], np.ndarray], under: Callable[[np.ndarray], np.ndarray]) -> dict[str, Any]:
+        ends = np.quantile(over(drawn) / under(drawn), (0.025, 0.975))
+        whole = spent.sum(0, keepdims=True)
+        return {"ratio": round(float((over(whole) / under(whole))[0]), 4), "interval": ends.round(4).tolist()}
 
-    ours, again, processor = ratio(1, 0), ratio(2, 0), ratio(1, 1)
+    def plain(what: int) -> Callable[[np.ndarray], np.ndarray]:
+        return lambda sums: (sums[:, 0, what] + sums[:, 2, what]) / 2
+
+    ours = ratio(lambda sums: sums[:, 1, 0], plain(0))
+    processor = ratio(lambda sums: sums[:, 1, 1], plain(1))
+    again = ratio(lambda sums: sums[:, 2, 0], lambda sums: sums[:, 0, 0])
     return {
         "treat_overhead": ours["ratio"], "treat_overhead_interval": ours["interval"],
         "treat_overhead_processor": processor["ratio"], "treat_overhead_processor_interval": processor["interval"],
@@ -408,7 +411,7 @@ def main() -> None:
         print(json.dumps(accuracy(given.accuracy, given.seeds, given.epochs, given.device)))
         return
     torch.set_num_threads(1)
-    found = reuse(160, 8) if given.quick else reuse(640, 30)
+    found = reuse(160, 8) if given.quick else reuse(1280, 30)
     print(json.dumps(found), flush=True)
     found |= nothing_to_save(160, 6) if given.quick else nothing_to_save(320, 60)
     print(json.dumps(found), flush=True)

@@ -43,9 +43,10 @@ class Tagged(NamedTuple):
     """What arrives: the user's batch with its number and ids."""
 
     number: int
-    ids: Tensor
+    ids: npt.NDArray[np.int64]
+    """As an array, not as a tensor, which would take a shared memory file of its own on its way."""
     batch: Any
-    prints: Tensor | None
+    prints: npt.NDArray[np.int64] | None
     ticket: int
     work: dict[str, float]
     """Seconds it cost the worker, by stage."""
@@ -140,10 +141,9 @@ class TagCollate:
     def __call__(self, fetched: Fetched) -> Tagged:
         begin = time.perf_counter()
         order, samples, prints, work = fetched
-        tags, batch = torch.from_numpy(order.ids.copy()), self.collate(samples)
-        found = None if prints is None else torch.from_numpy(prints)
+        batch = self.collate(samples)
         work = {**work, "collate": time.perf_counter() - begin}
-        return Tagged(order.number, tags, batch, found, order.ticket, work)
+        return Tagged(order.number, order.ids.copy(), batch, prints, order.ticket, work)
 
 
 def integer_targets(batch: Any, count: int) -> Tensor | None:

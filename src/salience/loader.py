@@ -128,6 +128,8 @@ class Loader(Deciding):
             raise ConfigError(f"max_broken is {max_broken}; it must be a share from 0 to 1.")
         n = _length(dataset)
         self._auto = Auto(auto, baseline, epochs=epochs, policy=policy) if auto else None
+        if self._auto is None and policy != "heuristic":
+            raise ConfigError(f"policy={policy!r} is how auto decides; pass auto=True with it.")
         super().__init__(
             n, batch_size=batch_size, epochs=epochs, select=select, seed=seed, drop_last=drop_last, generator=generator,
             ledger=ledger, reference=reference, baseline=baseline, embeddings=embeddings, trace=trace, log=log, sinks=sinks,
@@ -232,6 +234,7 @@ class Loader(Deciding):
             ahead, restarts = self.num_workers * (self._inner.prefetch_factor or 2), not self._inner.persistent_workers
             self.probe = self._auto.open(self.steps, len(shard), ahead=ahead, planned=planned, restarts=restarts)
         yield from self._batches()
+        self._agree_on_broken()
         self._emit_feed()
         if self._treating is not None:
             self.events.emit("treat", window=self.epoch, **self._treating.event())
@@ -246,9 +249,9 @@ class Loader(Deciding):
                 batch = self._take_fed(number, ids, batch)
             elif isinstance(batch, Made):
                 batch = self._take_made(number, ids, batch)
-            self._deliver(number, ids.numpy(), integer_targets(batch, len(ids)), prints)
+            self._deliver(number, ids, integer_targets(batch, len(ids)), prints)
             begin = time.perf_counter()
-            yield (ids, batch) if self.with_ids else batch
+            yield (torch.from_numpy(ids), batch) if self.with_ids else batch
             if self._treating is not None:
                 self._treating.took(time.perf_counter() - begin)
             if self._feed is not None and not self._copied:
@@ -261,6 +264,7 @@ class Loader(Deciding):
 
     def _arriving(self) -> Iterator[Tagged]:
         """The batches of the DataLoader inside; the cache gets its memory back at once, also where a probe holds them."""
+        feed, serial = self._feed, 0 if self._feed is None else self._feed.serial
         whole, batches = False, iter(self._inner)  # held by this frame: waiting workers are let go before it ends them
         try:
             for tagged in batches:
@@ -269,8 +273,8 @@ class Loader(Deciding):
                 yield tagged
             whole = True
         finally:
-            if self._feed is not None and not whole:
-                self._feed.break_off()
+            if feed is not None and not whole:
+                feed.break_off(serial)
 
     def _timed(self) -> Iterator[Tagged]:
         """Those batches, timed. A probe holds the next ones back and then releases them all."""

@@ -8,14 +8,16 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 import pytest
 
+from salience.decide.bandit import Bandit
 from salience.decide.controller import Controller, Decision, Replay
 from salience.decide.levers import Reach, options
-from salience.decide.seen import Seen
+from salience.decide.seen import Seen, look
 from salience.decide.settings import Settings, recorded
-from salience.errors import ConfigError
+from salience.errors import ConfigError, StateError
 from salience.events import EventLog
 from salience.select.steering import History
 from salience.watch.model import Costs
+from salience.watch.steps import Step
 
 WINDOWS = 30
 KEEP = (1.0, 1.0, *[0.4] * 22, *[1.0] * 6)
@@ -103,6 +105,51 @@ def test_one_that_gains_nothing_goes():
     assert used[2:] == [Settings(workers=1)] * (WINDOWS - 2)
 
 
+def test_where_the_window_that_filled_it_was_not_seen_it_stays_unjudged():
+    machine, auto = Machine({"fetch": 0.1, "decode": 0.01}), adopting()
+    assert auto.edge(0, None, Reach(cores=1)) == []  # before the first window
+    assert auto.fills
+    assert auto.edge(1, None, Reach(cores=1)) == []
+    assert not auto.fills
+    for window in range(2, 6):
+        said = auto.edge(window, machine.seen(window - 1, auto.settings), Reach(cores=1))
+        assert not actions(said)
+    assert auto.settings.cache
+
+
+def test_a_resumed_run_does_not_judge_by_the_window_that_fills_the_cache_again():
+    machine = Machine({"fetch": 0.1, "decode": 0.01})
+    for auto, reach in ((adopting(), Reach(cores=1)), (controller(), Reach(cores=1, cache=1 << 20))):
+        said = auto.edge(1, machine.seen(0, auto.settings, warm=False), reach)
+        if not auto.settings.cache or not said[-1].reason.startswith("on from"):
+            said += auto.edge(2, machine.seen(1, auto.settings, warm=False), reach)  # which fills it
+        again = adopting() if auto.settings == adopting().settings and auto._trial.whole else controller()
+        again.load_state_dict(json.loads(json.dumps(auto.state_dict())))
+        said = again.edge(3, machine.seen(2, again.settings, warm=False), reach)  # fills it again
+        assert "undo" not in [d.action for d in said]
+        said = again.edge(4, machine.seen(3, again.settings), reach)
+        assert ("keep", "cache") in actions(said)
+
+
+def test_a_state_of_another_policy_is_refused():
+    bandit = Bandit(Settings(workers=1), windows=WINDOWS, batches=100)
+    with pytest.raises(StateError, match="another policy"):
+        bandit.load_state_dict(controller().state_dict())
+    with pytest.raises(StateError, match="another policy"):
+        controller().load_state_dict(bandit.state_dict())
+
+
+def test_what_warms_up_while_a_cache_fills_is_not_taken_for_reading():
+    slow, usual = Step(wait=0.02, forward=3.0, backward=0.0), Step(wait=0.02, forward=0.01, backward=0.0)
+    steps = [slow] * 3 + [usual] * 60
+    found = look(
+        steps, batches=63, lead=0.0, inputs=(), ahead=2, workers=1, first=True, restarts=True, fills=True
+    )  # fmt: skip
+    assert found.step == pytest.approx(0.03)
+    assert found.seconds == pytest.approx(63 * 0.03)
+    assert found.costs.compute == pytest.approx(0.01)
+
+
 def test_exact_levers_go_on_before_lossy_ones_and_one_at_a_time():
     machine, auto = Machine({"load": 0.02, "augment": 0.3}), controller(lossy=True)
     said, used = go(machine, auto, Reach(cores=2, reusable=("load", "augment"), keep=KEEP))
@@ -182,7 +229,8 @@ def test_short_runs_are_left_alone(windows, tries):
 
 
 def test_a_resumed_controller_goes_on_where_it_was():
-    reach = Reach(cores=2, cache=1 << 20, reusable=("augment",), keep=KEEP)
+    """With levers that remember nothing: those are filled again first."""
+    reach = Reach(cores=2, keep=KEEP)
     machine, whole = Machine({"fetch": 0.05, "augment": 0.1, "decode": 0.05}), controller(lossy=True)
     _, used = go(machine, whole, reach)
     machine, one = Machine({"fetch": 0.05, "augment": 0.1, "decode": 0.05}), controller(lossy=True)

@@ -27,7 +27,7 @@ from salience.errors import ConfigError, DataError, StoreError
 from salience.feed import cache as cached
 from salience.feed.cache import Handle
 from salience.feed.policies import POLICIES, NeverEvict, fetched, policy
-from salience.feed.shared import SERIAL, Shared
+from salience.feed.shared import SERIAL, WHOLE, Shared
 from salience.feed.source import _of_objects
 from salience.feed.space import slot
 from salience.watch.probe import Probe
@@ -353,6 +353,21 @@ def test_workers_that_wait_for_the_rest_of_a_window_broken_off_are_let_go(tmp_pa
         assert len([*tmp_path.iterdir()]) == 2, "PyTorch had to kill one after five seconds"
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iterator_of_an_older_window_does_not_break_off_the_new_one(tmp_path, workers):
+    files = objects()
+    source = salience.Source(on_disk(tmp_path, files))
+    loader = make(source, cache=share_of(source, 0.2), num_workers=workers)
+    old = iter(loader)
+    next(old)
+    new = iter(loader)
+    seen = [next(new)]
+    del old
+    gc.collect()
+    seen += list(new)
+    assert sorted(i for ids, _ in seen for i in ids.tolist()) == list(range(N))
+
+
 def test_a_loader_dropped_in_mid_window_leaves_nothing_behind():
     before, shm = children(), set(os.listdir("/dev/shm"))
     with Server(objects()) as server:
@@ -443,7 +458,7 @@ def test_who_waits_is_let_go_when_the_window_is_broken_off_or_has_failed():
     with pytest.raises(StoreError, match="the store is away"):
         handle.read(one + 4, [0])
     two = 2 << SERIAL
-    shared.first[0], shared.staged[0] = two, two + 1
+    shared.first[0], shared.staged[0], shared.state[0] = two, two + 1, WHOLE
     assert handle.read(two, [0]) == [bytes(8)]  # the trouble was that of the window before
     with pytest.raises(DataError, match="broken off"):
         handle.read(one, [0])

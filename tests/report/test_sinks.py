@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 import salience
 from salience.cli import main
 from salience.errors import ConfigError
+from salience.events import EventLog
 from salience.report.sinks import figures
 
 from conftest import make_model, require
@@ -164,6 +165,34 @@ def test_a_log_is_sent_afterwards(problem, tmp_path, capsys):
     read = EventAccumulator(str(tmp_path / "tb"))
     read.Reload()
     assert [one.value for one in read.Scalars("metric")] == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_a_resumed_run_goes_on_at_its_visits(problem):
+    def run(loader, windows):
+        for _ in range(windows):
+            for x, _ in loader:
+                loader.loss(x.sum(1) ** 2)
+            loader.evaluated(0.5)
+
+    seen: list = []
+    first = salience.Loader(problem, 50, epochs=4)
+    run(first, 2)
+    second = salience.Loader(problem, 50, epochs=4, sinks=[seen.append])
+    second.load_state_dict(first.state_dict())
+    run(second, 1)
+    assert [event["visited"] for event in seen if event["kind"] in ("plan", "evaluated")] == [2 * N, 3 * N]
+
+
+def test_a_damaged_log_is_sent_as_far_as_it_can_be(tmp_path, capsys):
+    need("tensorboard")
+    log = EventLog(tmp_path / "x.jsonl")
+    log.emit("run", population=3)
+    log.emit("plan", window=0, picked=5)
+    log.emit("plan", window=0, picked=5, population=0, filters=[])
+    log.emit("decision", action="keep", lever="x", measured="much", reason="")
+    log.emit("evaluated", metric=0.5, window=1, visited=7)
+    assert main(["report", str(tmp_path / "x.jsonl"), "--sink", f"tensorboard:{tmp_path / 'tb'}"]) == 0
+    assert "2 events lacked what they should have" in capsys.readouterr().out
 
 
 def test_events_without_numbers_have_no_figures():

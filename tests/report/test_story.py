@@ -217,6 +217,25 @@ def test_two_runs_that_wrote_one_log_at_once_are_told_apart_from_one(tmp_path):
     assert any("two runs wrote this log at once" in note for note in story_of(tmp_path / "x.jsonl").notes)
 
 
+@pytest.mark.parametrize("interval", [[], [1.0], ["a", 2], {"low": 1}, 5])
+def test_odd_decisions_are_counted_and_left_out(tmp_path, interval):
+    log = EventLog(long_log(tmp_path / "x.jsonl", 3))
+    log.emit("decision", window=1, lever="x", action="try", reason="", interval=interval)
+    log.emit("verdict", text="so it is", levers=[{"name": "x"}])
+    story = story_of(tmp_path / "x.jsonl")
+    assert len(story.decided) == 2
+    assert any("lacked what they should have: decision, verdict" in note for note in story.notes)
+    assert page(story)
+
+
+def test_a_profile_before_the_run_belongs_to_it(tmp_path, problem):
+    EventLog(tmp_path / "x.jsonl").emit("verdict", bound="input", text="Input-bound.", levers=[])
+    steps(looped(tmp_path / "x.jsonl", problem, epochs=1), make_model())
+    story = story_of(tmp_path / "x.jsonl")
+    assert [one.text for one in story.held] == ["Input-bound."]
+    assert not any("2 runs" in note for note in story.notes)
+
+
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8, 0.97])
 def test_a_log_cut_off_anywhere_is_told_as_far_as_it_goes(selected, tmp_path, share):
     data = (selected / "run.jsonl").read_bytes()

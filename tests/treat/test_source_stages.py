@@ -98,6 +98,20 @@ def test_an_intermediate_that_is_gone_is_made_again_beside_the_cache(tmp_path, w
         assert torch.equal(b, d)
 
 
+def test_a_recorded_plan_with_reused_visits_is_replayed_without_stages(tmp_path):
+    """Who has no intermediates needs the bytes of all samples, whatever the plan says of their treatment."""
+    url = fill(tmp_path / "data")
+    run(loader_of(url, trace=tmp_path / "trace"), 5)
+    trace = salience.Trace(tmp_path / "trace")
+    assert any((trace.read(window).level == 2).any() for window in range(5))
+    options = {"epochs": 5, "decode": decode, "seed": 2}
+    cached = salience.Loader(salience.Source(url), BATCH, select=trace, cache="1MiB", **options)
+    plain = salience.Loader(salience.Source(url), BATCH, select=trace, **options)
+    for (a, b), (c, d) in zip(run(cached, 5), run(plain, 5), strict=True):
+        assert torch.equal(a, c)
+        assert torch.equal(b, d)
+
+
 def test_samples_that_cannot_be_read_or_decoded_are_stood_in_for(tmp_path):
     url = fill(tmp_path)
     source = salience.Source(url)

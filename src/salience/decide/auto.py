@@ -32,10 +32,10 @@ class Auto:
                 "auto needs epochs=: the number of passes you will make, so that trials stay a small share."
             )
         self._epochs = epochs
-        self._policy, _, remembered = policy.partition(":")
-        if self._policy not in POLICIES or (remembered and self._policy != "bandit"):
+        kind, remembers, file = policy.partition(":")
+        if kind not in POLICIES or bool(remembers) != bool(file) or (file and kind != "bandit"):
             raise ConfigError(f'policy is {policy!r}; it is "heuristic", "bandit" or "bandit:FILE".')
-        self._memory = Memory(Path(remembered) if remembered else None) if self._policy == "bandit" else None
+        self._memory = Memory(Path(file) if file else None) if kind == "bandit" else None
         self._recorded = recorded(what) if isinstance(what, (str, Path)) and what != "lossy" else None
         self._baseline = baseline
         self.lossy = what == "lossy" or baseline is not None

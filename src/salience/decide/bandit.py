@@ -70,28 +70,17 @@ class Arm:
     """Logarithms of windows' seconds, as if all samples had been visited."""
 
 
+Found = dict[str, dict[str, dict[str, list[float]]]]
+
+
 class Memory:
     """What runs gained: signature -> arm -> run -> (predicted, gain a visit, share visited). In a JSON file, with a path."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
-        self.found: dict[str, dict[str, dict[str, list[float]]]] = {}
+        self.found: Found = {}
         if path is not None and path.exists():
-            try:
-                read = json.loads(path.read_text(encoding="utf-8"))
-                if read["format"] != FORMAT:
-                    raise ValueError(read["format"])
-                self.found = {
-                    str(sign): {
-                        str(arm): {str(run): [float(v) for v in (row[0], row[1], row[2])] for run, row in runs.items()}
-                        for arm, runs in arms.items()
-                    }
-                    for sign, arms in read["found"].items()
-                }
-            except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as cause:
-                raise StateError(
-                    f'{str(path)!r} is no memory of policy="bandit" ({cause}); remove it, or name another file.'
-                ) from cause
+            self.found = _read(path)
 
     def note(self, signature: str, arm: str, run: str, predicted: float, gain: float, share: float = 1.0) -> None:
         runs = self.found.setdefault(signature, {}).setdefault(arm, {})
@@ -117,13 +106,41 @@ class Memory:
         above = sum(x * y for x, y in pairs) / ACROSS**2 + TRUST / TRUST_SD**2
         return above / (sum(x * x for x, _ in pairs) / ACROSS**2 + 1 / TRUST_SD**2)
 
-    def save(self) -> None:
+    def save(self, run: str) -> str:
+        """Put what `run` saw into the file, beside what others wrote meanwhile; what is wrong, if it cannot be written."""
         if self.path is None:
-            return
-        part = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps({"format": FORMAT, "found": self.found}), encoding="utf-8")
-        os.replace(part, self.path)
+            return ""
+        part = self.path.with_name(f"{self.path.name}.{os.urandom(6).hex()}.part")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            there = Memory(self.path)
+            for sign, arms in self.found.items():
+                for arm, runs in arms.items():
+                    if run in runs:
+                        there.note(sign, arm, run, *runs[run])
+            part.write_text(json.dumps({"format": FORMAT, "found": there.found}), encoding="utf-8")
+            os.replace(part, self.path)
+        except (OSError, StateError) as cause:
+            return str(cause)
+        return ""
+
+
+def _read(path: Path) -> Found:
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+        if read["format"] != FORMAT:
+            raise ValueError(read["format"])
+        return {
+            str(sign): {
+                str(arm): {str(run): [float(v) for v in (row[0], row[1], row[2])] for run, row in runs.items()}
+                for arm, runs in arms.items()
+            }
+            for sign, arms in read["found"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as cause:
+        raise StateError(
+            f'{str(path)!r} is no memory of policy="bandit" ({cause}); remove it, or name another file.'
+        ) from cause
 
 
 def signature(found: Verdict, costs: Costs) -> str:
@@ -166,6 +183,8 @@ def arms_of(costs: Costs, single: Sequence[Option], base: Settings) -> list[Arm]
 class Bandit(Controller):
     """The same questions at the same edges, other answers."""
 
+    learns = True
+
     def __init__(
         self,
         start: Settings,
@@ -190,23 +209,34 @@ class Bandit(Controller):
         self._filling = adopted
         """The window in progress fills a cache."""
         self._explored = 0
+        self._kept: set[str] = set()
+        """Arms of which it was said that they stay."""
         self._cache = (0, 1.0)
         """What a cache could have, and the share of the source that fits."""
 
     def edge(self, window: int, seen: Seen | None, reach: Reach) -> list[Decision]:
         said = self._guard(window)
-        if any(decision.action == "undo" for decision in said):
-            self._filling = False
-            return said
+        if any(decision.action == "undo" for decision in said):  # straight to the best of what is left
+            self._filling, self.probing = False, self.costs is None
+            return said + self._choose_arm(window)
         if seen is None:
+            if window:
+                self._filling = self.fills = False
             return said
-        if self._adopted and seen.costs is not None:
-            self._adopted, self.verdict = False, verdict(seen.costs)
+        if self.fills and seen.costs is not None:
+            self.fills, self.verdict = False, verdict(seen.costs)
+            lever, why = (
+                f"cache={self.settings.cache}",
+                "on from the first window, which filled it; part of every setting",
+            )
+            said.append(Decision(window=window, lever=lever, action="try", reason=why))
         elif self.probing and seen.costs is not None and self.settings == self._base and not self._filling:
             self.probing, self.costs = False, seen.costs
             self.verdict = verdict(seen.costs)
             self._signature = signature(self.verdict, seen.costs)
-        self._observe(seen, reach.keep[window - 1] if self.settings.select and len(reach.keep) >= window else 1.0)
+        said += self._observe(
+            window, seen, reach.keep[window - 1] if self.settings.select and len(reach.keep) >= window else 1.0
+        )
         if self.costs is None:
             return said
         if reach.cache:
@@ -237,20 +267,22 @@ class Bandit(Controller):
         self._arms = list(known.values())
         return [decision for decision in refused if decision is not None]
 
-    def _observe(self, seen: Seen, share: float) -> None:
+    def _observe(self, window: int, seen: Seen, share: float) -> list[Decision]:
         """Count the window that is over, which visited a share of the samples, unless it filled something."""
         filling, self._filling = self._filling, False
         if filling:
-            return
+            return []
         if self.settings == self._base:
             self._plain.append(math.log(seen.seconds))
-            return
+            return []
         arm = self._arm(self.settings)
-        if arm is None:
-            return
+        if arm is None or not self._plain:
+            return []
         arm.logs.append(math.log(seen.seconds / share))
         self.memory.note(self._signature, arm.name, self._run, arm.predicted, self._rate(arm), arm.left)
-        self.memory.save()
+        trouble = self.memory.save(self._run)
+        found = self._skip(window, "memory", None, f"it cannot be written: {trouble}") if trouble else None
+        return [] if found is None else [found]
 
     def _arm(self, settings: Settings) -> Arm | None:
         return next((arm for arm in self._arms if arm.settings == settings), None)
@@ -282,7 +314,7 @@ class Bandit(Controller):
         if not self._plain or not self._arms:
             return []
         left = max(0.0, 1 - window / max(1, self._windows))
-        may = [arm for arm in self._arms if arm.exact or not (self._banned & set(arm.name.split(" + ")))]
+        may = [arm for arm in self._arms if not self._banned & {arm.name, *arm.name.split(" + ")}]
         beliefs = {arm.name: self.belief(arm) for arm in may}
         best = max(may, key=lambda arm: beliefs[arm.name].mean, default=None)
         if best is None or beliefs[best.name].mean <= math.log(KEPT):
@@ -292,7 +324,7 @@ class Bandit(Controller):
             return self._go(window, None, "it gains little, if anything: a window without it to compare", {})
         hoped = max(may, key=lambda arm: beliefs[arm.name].mean + left * beliefs[arm.name].sd)
         chosen, why = best, "the highest expected gain"
-        if hoped is not best and beliefs[hoped.name].mean > 0 and self._explored < EXPLORES * self._windows:
+        if hoped is not best and beliefs[hoped.name].mean > 0 and self._explored + 1 <= EXPLORES * self._windows:
             chosen, why = hoped, f"it may gain more than {best.name}; exploring"
             self._explored += 1
         return self._go(window, chosen, why, beliefs)
@@ -301,7 +333,7 @@ class Bandit(Controller):
         """Switch to an arm, or to none, and say so where that is a change."""
         before, now = self._arm(self.settings), self._base if arm is None else arm.settings
         if now == self.settings:
-            return []
+            return self._stays(window, arm, beliefs)
         said: list[Decision] = []
         if before is not None:
             measured = math.exp(self._gain(before)) if before.logs else None
@@ -325,12 +357,38 @@ class Bandit(Controller):
         self.settings = now
         return said
 
+    def _stays(self, window: int, arm: Arm | None, beliefs: Mapping[str, Belief]) -> list[Decision]:
+        """Said once of an arm, when two of its windows are known."""
+        if arm is None or len(arm.logs) < 2 or arm.name in self._kept:
+            return []
+        self._kept.add(arm.name)
+        belief = beliefs[arm.name]
+        ends = math.exp(belief.mean - 2 * belief.sd), math.exp(belief.mean + 2 * belief.sd)
+        reason = "the highest expected gain, by this run's own windows too" + (
+            "" if arm.exact else "; quality unproven"
+        )
+        return [
+            Decision(
+                window=window, lever=arm.name, action="keep", predicted=arm.predicted, measured=math.exp(self._gain(arm)),
+                interval=ends, reason=reason,
+            )
+        ]  # fmt: skip
+
+    def failed(self, window: int, before: Settings, why: str) -> Decision:
+        arm = self._arm(self.settings)
+        self._filling = False
+        found = super().failed(window, before, why)
+        if arm is None:
+            return found
+        self._banned.add(arm.name)
+        return replace(found, lever=arm.name)
+
     def state_dict(self) -> dict[str, Any]:
         return {
             **super().state_dict(),
             "bandit": {
                 "run": self._run, "plain": list(self._plain), "signature": self._signature, "filling": self._filling,
-                "explored": self._explored, "base": self._base.numbers, "cache": list(self._cache),
+                "explored": self._explored, "base": self._base.numbers, "cache": list(self._cache), "kept": sorted(self._kept),
                 "arms": [
                     [arm.name, arm.settings.numbers, arm.predicted, arm.exact, arm.remembers, arm.left, list(arm.logs)]
                     for arm in self._arms
@@ -341,7 +399,8 @@ class Bandit(Controller):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         own = state["bandit"]
-        self._run, self._signature, self._filling = own["run"], own["signature"], bool(own["filling"])
+        self._run, self._signature, self._kept = own["run"], own["signature"], set(own["kept"])
+        self._filling = bool(self.settings.cache or self.settings.treat)  # what was kept is gone with its process
         self._cache = int(own["cache"][0]), float(own["cache"][1])
         self._plain, self._explored, self._base = list(own["plain"]), int(own["explored"]), Settings.of(own["base"])
         self._arms = [

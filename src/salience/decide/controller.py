@@ -16,6 +16,7 @@ from salience.decide.levers import Option, Reach, options
 from salience.decide.seen import Seen
 from salience.decide.settings import Settings
 from salience.decide.trial import Gain, Trial, windows_needed
+from salience.errors import StateError
 from salience.select.steering import History, band
 from salience.watch.model import WORTH, Costs, Lever, Verdict, ceiling, verdict
 
@@ -45,6 +46,8 @@ class Decision:
 class Controller:
     """Decides by measured windows; `settings` and `probing` are those of the next one."""
 
+    learns = False
+
     def __init__(
         self,
         start: Settings,
@@ -57,7 +60,8 @@ class Controller:
     ) -> None:
         """`adopted`: the cache of `start` is a lever that is on from the first window, which fills it."""
         self.settings = start
-        self._adopted = adopted
+        self.fills = adopted
+        """Whether the window in progress fills a cache that is on from the start."""
         self.probing = True
         """Whether the next window is to be measured with a probe."""
         self.held = 0
@@ -83,11 +87,6 @@ class Controller:
         self._heard: tuple[float, float] | None = None
 
     @property
-    def fills(self) -> bool:
-        """Whether the window in progress fills a cache that is on from the start."""
-        return self._adopted
-
-    @property
     def allowance(self) -> int:
         """Batches that may still be held back."""
         return int(HELD * self._batches) - self.held
@@ -103,6 +102,7 @@ class Controller:
         if any(decision.action == "undo" for decision in said):  # this window says nothing of what comes
             return said
         if seen is None:
+            self.fills = self.fills and not window  # later ones find much in the cache: then it stays, unjudged
             return said + self._blind(window)
         if self._trial is not None:
             return said + self._judge(window, seen, self._trial)
@@ -111,17 +111,17 @@ class Controller:
                 return said
             self.probing, self.costs, self._step = False, seen.costs, seen.step
             self.verdict = verdict(seen.costs)
-            if self._adopted:
-                return [*said, self._adopt(window, seen, seen.costs)]
+            if self.fills:
+                return [*said, self._adopt(window, seen, seen.costs, reach.share)]
         elif self._step is not None and abs(math.log(seen.step / self._step)) > math.log(DRIFT):
             self.probing = True
             return said
         return said + self._choose(window, seen, reach)
 
-    def _adopt(self, window: int, seen: Seen, costs: Costs) -> Decision:
+    def _adopt(self, window: int, seen: Seen, costs: Costs, share: float) -> Decision:
         """The cache was on from the start: its trial is the window that comes, against the one that filled it."""
-        self._adopted = False
-        lever = Lever(name=f"cache={self.settings.cache}", exact=True, saves={"fetch": 1.0})
+        self.fills = False
+        lever = Lever(name=f"cache={self.settings.cache}", exact=True, saves={"fetch": share})
         option = Option(
             name=lever.name, exact=True, remembers=True, settings=self.settings,
             predicted=min(ceiling(costs, lever).speedup, 99.0), saves=dict(lever.saves),
@@ -182,9 +182,8 @@ class Controller:
         kept, reason = found
         self._trial = None
         self.settings = trial.option.settings if kept else trial.base
-        if kept:
-            self.probing = True  # at what it costs now
-        else:
+        self.probing = kept or trial.whole  # at what it costs now
+        if not kept:
             self._spent += trial.windows
             self._undone[trial.option.name] = self._cause
         if kept and not trial.option.exact and trial.option.name not in self._proven:
@@ -252,11 +251,13 @@ class Controller:
             "step": self._step, "trial": None if self._trial is None else _flat(self._trial),
             "undone": dict(self._undone), "banned": sorted(self._banned), "proven": sorted(self._proven),
             "said": sorted(self._said), "heard": None if self._heard is None else list(self._heard),
-            "adopted": self._adopted,
+            "fills": self.fills,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.settings, self._adopted = Settings(**state["settings"]), bool(state["adopted"])
+        if ("bandit" in state) != self.learns:
+            raise StateError("The state was saved with another policy; resume with the same policy=.")
+        self.settings, self.fills = Settings(**state["settings"]), bool(state.get("fills"))
         self.probing, self.held, self._spent = bool(state["probing"]), int(state["held"]), int(state["spent"])
         self.verdict = None if state["verdict"] is None else Verdict(**state["verdict"])
         self.costs = None if state["costs"] is None else Costs(**state["costs"])
@@ -265,6 +266,11 @@ class Controller:
         self._undone = dict(state["undone"])
         self._banned, self._proven, self._said = (set(state[name]) for name in ("banned", "proven", "said"))
         self._heard = None if state["heard"] is None else (float(state["heard"][0]), float(state["heard"][1]))
+        # What was kept is gone with the process that kept it: the next window fills it again.
+        if self._trial is not None and self._trial.whole:
+            self._trial, self.fills, self.probing = None, True, True
+        elif self._trial is not None and self._trial.option.remembers:
+            self._trial = replace(self._trial, filled=False, on=())
 
 
 class Replay(Controller):

@@ -48,17 +48,19 @@ def look(
     `lead`: seconds before the first. `inputs`: what probes measured. `ahead`: batches that are ready after a probe, whose waits
     say nothing. `first`: the run's first window, in which everything warms up. `restarts`: whether workers start anew in
     every window, so that waiting for them belongs to each. `fills`: a cache is filled, mostly in the window's first steps,
-    so that they count as all others do.
+    so that waits of all count.
     """
     natural, ready = list[Step](), 0
     for step in steps:
         ready = ahead if step.held else ready - 1
         if not step.held and ready < 0:
             natural.append(step)
-    dropped = 0 if fills else min(WARM if first else DROPPED, len(natural) // 4)
+    dropped = min(WARM if first else DROPPED, len(natural) // 4)
     body = natural[dropped:]
     if len(body) < LEAST:
         return None
+    if fills:
+        return _filling(natural, body, batches, lead, workers)
     each = np.array([step.wait + step.busy for step in body])
     waits = sum(step.wait for step in natural[:dropped]) - dropped * float(np.mean([step.wait for step in body]))
     blocks = np.array_split(each, min(BLOCKS, len(each) // 2))
@@ -66,21 +68,19 @@ def look(
         seconds=float(each.mean()) * batches + lead + (max(0.0, waits) if restarts else 0.0),
         step=float(each.mean()),
         blocks=tuple(float(block.mean()) for block in blocks),
-        costs=_plain_costs(body, workers)
-        if fills
-        else costs_of([*body, *(step for step in steps if step.held)], inputs, workers),
+        costs=costs_of([*body, *(step for step in steps if step.held)], inputs, workers),
     )
 
 
-def _plain_costs(steps: Sequence[Step], workers: int) -> Costs:
-    """Means over all steps, with input alone as slow as they are: what reading costs where little is here yet."""
-    wait, forward, backward = (
-        float(np.mean([getattr(one, name) for one in steps])) for name in ("wait", "forward", "backward")
-    )
-    names = {name: 0 for one in steps for name in one.work}
-    work = {name: float(np.mean([one.work.get(name, 0.0) for one in steps])) for name in names}
-    busy = forward + backward
-    return Costs(
-        step=wait + busy, wait=wait, input=wait + busy, compute=busy, work=work, forward=forward, backward=backward,
-        workers=workers, steps=len(steps),
+def _filling(natural: Sequence[Step], body: Sequence[Step], batches: int, lead: float, workers: int) -> Seen:
+    """Waits of all steps and computing of those behind the first; input alone is as slow as both together."""
+    wait = float(np.mean([step.wait if step.idle is None else min(step.idle, step.wait) for step in natural]))
+    forward, backward = np.mean([(step.forward, step.backward) for step in body], axis=0).tolist()
+    names = {name: 0 for step in natural for name in step.work}
+    each = float(np.mean([step.wait for step in natural])) + forward + backward
+    costs = Costs(
+        step=wait + forward + backward, wait=wait, input=wait + forward + backward, compute=forward + backward,
+        work={name: float(np.mean([step.work.get(name, 0.0) for step in natural])) for name in names},
+        forward=forward, backward=backward, workers=workers, steps=len(natural),
     )  # fmt: skip
+    return Seen(seconds=each * batches + lead, step=each, blocks=(each,), costs=costs)

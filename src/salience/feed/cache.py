@@ -25,12 +25,12 @@ from salience.feed.disk import parse_disk
 from salience.feed.feeder import LAST_WRITES, Feeder, Ids, Limits, Window
 from salience.feed.policies import Policy, policy
 from salience.feed.reads import Broken, Counts, Reader
-from salience.feed.shared import BROKEN, SERIAL, Shared, Token
+from salience.feed.shared import BROKEN, SERIAL, WHOLE, Shared, Token
 from salience.feed.sizes import parse_bytes
 from salience.feed.source import Source
 from salience.feed.tiers import open_tiers
 from salience.ledger.exchange import Group
-from salience.plan import LEVEL, REUSED, Plan, Shard
+from salience.plan import Plan, Shard
 
 LEAST_AHEAD = 64 * 1024 * 1024
 
@@ -52,6 +52,8 @@ class Handle:
         if shared.state[i] & BROKEN:
             length = int.from_bytes(shared.data[place : place + 2], "little")
             return Broken(bytes(shared.data[place + 2 : place + 2 + length]).decode())
+        if not shared.state[i] & WHOLE:
+            raise DataError(f"The cache was not told that sample {i} belongs to this batch.")
         view = shared.data[place : place + int(self.sizes[i])]
         return view.toreadonly() if self.views else bytes(view)
 
@@ -113,8 +115,8 @@ class Feed:
         self.resident: Ids = np.empty(0, dtype=np.int64)
         """What the cache held when the window in progress began."""
 
-    def window(self, plan: Plan, delivered: set[int]) -> None:
-        """A window begins; `delivered` batches of this rank are not wanted again."""
+    def window(self, plan: Plan, delivered: set[int], unread: npt.NDArray[np.bool_] | None = None) -> None:
+        """A window begins; `delivered` batches of this rank are not wanted again, and of `unread` visits no bytes at all."""
         if os.getpid() != self._owner:  # two feeders would write into one memory
             raise ConfigError("The cache belongs to the process that made the Loader; make one in each that iterates.")
         self.resident = np.flatnonzero(self.kept)
@@ -140,7 +142,7 @@ class Feed:
         shards = [plan.shard(rank, self._world) for rank in self._ranks]
         self._process.send(
             Window(
-                batches=[[_read(shard, k) for k in range(len(shard))] for shard in shards],
+                batches=[[_read(shard, k, unread) for k in range(len(shard))] for shard in shards],
                 skip=skip,
                 serial=self._serial,
                 first=[first] * len(shards),
@@ -163,9 +165,15 @@ class Feed:
         self.shared.done[self._rank] = done
         return [] if self._process is None else self._process.warnings()
 
-    def break_off(self) -> None:
-        """Nobody wants the rest of this window: workers that wait for a batch of it are let go."""
-        self.shared.first[self._rank] = (self._serial + 1) << SERIAL
+    @property
+    def serial(self) -> int:
+        """How manieth window is in progress."""
+        return self._serial
+
+    def break_off(self, serial: int) -> None:
+        """Nobody wants the rest of that window: workers that wait for a batch of it are let go."""
+        if serial == self._serial:
+            self.shared.first[self._rank] = (serial + 1) << SERIAL
 
     def restore(self, resident: Ids) -> None:
         """What the cache of the run that is resumed held when its window began."""
@@ -276,9 +284,9 @@ class _Process:
         return found
 
 
-def _read(shard: Shard, k: int) -> Ids:
-    """Samples of batch k whose bytes are wanted: not those of which an intermediate is taken up."""
-    return shard.ids(k)[(shard.plan.level[shard.span(k)] & LEVEL) != REUSED]
+def _read(shard: Shard, k: int, unread: npt.NDArray[np.bool_] | None) -> Ids:
+    """Samples of batch k whose bytes are wanted."""
+    return shard.ids(k) if unread is None else shard.ids(k)[~unread[shard.span(k)]]
 
 
 def _serve(job: Job, inbox: Any, theirs: Any = None, parent: int | None = None) -> None:

@@ -40,6 +40,7 @@ class Group:
         self.leads_node = self.node_leader == self.rank
         self.node_ranks = [rank for rank, node in enumerate(nodes) if torch.equal(node, nodes[self.rank])]
         """The ranks of this node."""
+        self.several_nodes = len(self.node_ranks) < self.world
 
     def ledger(self, n: int) -> Ledger:
         """A ledger in shared memory, created by the node's first rank and opened by its others."""

@@ -14,7 +14,7 @@ from salience.errors import SalienceError, StateError
 from salience.feed.cache import memory_bytes
 from salience.feed.source import Source
 from salience.loading.staging import Staging
-from salience.watch.model import told
+from salience.watch.model import ceiling, levers, told
 
 
 class Deciding(Staging):
@@ -34,12 +34,15 @@ class Deciding(Staging):
             before = controller.verdict
             decisions = auto.edge(self.epoch, self.steps, self._reach())
             if controller.verdict is not None and controller.verdict is not before:
-                self.events.emit("verdict", window=self.epoch, **told(controller.verdict, controller.costs))
+                costs = controller.costs
+                found = [] if costs is None else [ceiling(costs, lever) for lever in levers(costs, cores=self._cores)]
+                self.events.emit("verdict", window=self.epoch, **told(controller.verdict, costs, found))
             for decision in decisions:
                 self.events.emit("decision", **asdict(decision))
         if self._group is not None:
-            *numbers, probing = self._group.first([*controller.settings.numbers, float(controller.probing)])
-            controller.settings, controller.probing = Settings.of(numbers), bool(probing)
+            said = [*controller.settings.numbers, float(controller.probing), float(controller.fills)]
+            *numbers, probing, fills = self._group.first(said)
+            controller.settings, controller.probing, controller.fills = Settings.of(numbers), bool(probing), bool(fills)
         if controller.settings == self._settings and self._started:
             return
         before = self._settings
@@ -71,9 +74,9 @@ class Deciding(Staging):
             )
         cores = self._cores if moves else 0
         cache, share = 0, 1.0
-        if self._source is not None and not self._settings.cache:
-            cache = _roomy_cache(self._source)
-            share = cache / max(1, int(self._source.sizes.sum()))
+        if self._source is not None:
+            cache = 0 if self._settings.cache else _roomy_cache(self._source)
+            share = min(1.0, (cache or self._settings.cache) / max(1, int(self._source.sizes.sum())))
         reusable: tuple[str, ...] = ()
         if self._treat is not None and self._treating is not None and self._treating.split is not None:
             reusable = self._stage_names[: self._treating.split.stages + 1]

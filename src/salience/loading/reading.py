@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from salience.feed.dataset import Fed, SourceDataset
 from salience.feed.reads import Counts
 from salience.feed.source import Source
 from salience.feed.told import told
-from salience.plan import Shard
+from salience.plan import Plan, Shard
 from salience.run import Run
 from salience.run.base import Batch
 from salience.select.fetching import Stock
@@ -72,8 +73,12 @@ class Reading(Run):
         """Tell the cache what this window wants; the ticket of its first batch."""
         if self._feed is None:
             return None
-        self._feed.window(shard.plan, self._delivered)
+        self._feed.window(shard.plan, self._delivered, self._unread(shard.plan))
         return self._feed.ticket(0)
+
+    def _unread(self, plan: Plan) -> npt.NDArray[np.bool_] | None:
+        """Visits whose bytes nobody will ask the cache for, bool [visits]; None = there are none."""
+        return None
 
     def _done_with(self, ticket: int) -> None:
         assert self._feed is not None
@@ -90,14 +95,14 @@ class Reading(Run):
         stats = asdict(self._source.stats)
         self.events.emit("feed", window=self.epoch, broken=len(self._broken), **stats, cache=cached)
 
-    def _take_fed(self, number: int, ids: Tensor, fed: Fed) -> Any:
+    def _take_fed(self, number: int, ids: npt.NDArray[np.int64], fed: Fed) -> Any:
         """Note what the worker had to tell, and give the batch."""
         assert self._source is not None
         self._source.stats.add(Counts(**fed.counts))
         self._take_broken(number, ids, fed.broken)
         return fed.batch
 
-    def _take_broken(self, number: int, ids: Tensor, broken: dict[int, str]) -> None:
+    def _take_broken(self, number: int, ids: npt.NDArray[np.int64], broken: dict[int, str]) -> None:
         if broken:
             self._stand_ins[number] = list(broken)
             self._plain_weights = False

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from salience.batches import Tagged
 from salience.decide import Settings
@@ -59,16 +58,19 @@ class Staging(Reading):
             ranks[known] = rank_normalise(self._ledger.mean_loss[known])
         return self._treating.plan(plan, ranks, self.copies)
 
-    def _take_made(self, number: int, ids: Tensor, made: Made) -> Any:
+    def _unread(self, plan: Plan) -> npt.NDArray[np.bool_] | None:
+        return None if self._treating is None else self._treating.unread(plan)
+
+    def _take_made(self, number: int, ids: npt.NDArray[np.int64], made: Made) -> Any:
         """The same of a batch that went through stages."""
         assert self._treating is not None
         assert self._shard is not None
         note = made.note
         if self._source is not None:
             self._source.stats.add(Counts(**note.counts))
-        self._treating.take(ids.numpy(), self._shard.plan.level[self._shard.span(number)], note)
+        self._treating.take(ids, self._shard.plan.level[self._shard.span(number)], note)
         known = np.isfinite(note.cost_us)
-        self._ledger.cost_us[ids.numpy()[known]] = note.cost_us[known]
+        self._ledger.cost_us[ids[known]] = note.cost_us[known]
         self._take_broken(number, ids, note.broken)
         return made.batch
 

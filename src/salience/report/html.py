@@ -111,7 +111,7 @@ def _tiles(story: Story) -> list[tuple[str, str, str]]:
     tiles.append((f"{story.share:.0%}", "of all visits", f"{story.visits:,} of {story.full:,}"))
     tiles.append((words.seconds(story.seconds), "training", "without evaluation"))
     tiles.append((f"{story.own:.1%}", "salience's own", words.seconds(sum(story.overhead.values()))))
-    if story.findings is not None and story.findings.judged:
+    if story.findings is not None and story.findings.judged and not story.findings.weak:
         found = story.findings
         tiles.append((f"{found.suspected:,}", "labels look wrong", f"of {found.judged:,} judged"))
     if story.findings is not None and story.findings.spare is not None:
@@ -186,9 +186,10 @@ def _work(story: Story) -> Chart | None:
 def _decision(one: Decided) -> tuple[str, str, str, str, str, str]:
     """A row: epoch, lever, what was done, predicted, measured with its interval, why."""
     measured = "" if one.measured is None else f"{one.measured:.2f}x"
-    if one.interval is not None:
-        measured += f" ({one.interval[0]:.2f} to {min(one.interval[1], 99.0):.2f})"
     predicted = "" if one.predicted is None else f"{one.predicted:.2f}x"
+    if one.interval is not None:
+        ends = f" ({one.interval[0]:.2f} to {min(one.interval[1], 99.0):.2f})"
+        measured, predicted = (measured + ends, predicted) if measured else (measured, predicted + ends)
     return str(one.window + 1), one.lever, one.action, predicted, measured, one.reason
 
 

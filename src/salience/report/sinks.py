@@ -26,7 +26,7 @@ def figures(event: Event) -> dict[str, float]:
 
 def _plan(event: Event) -> dict[str, Any]:
     dropped = {f"left_out/{note['name']}": note["dropped"] for note in event["filters"]}
-    return {"select/picked": event["picked"], "select/share": event["picked"] / event["population"], **dropped}
+    return {"select/picked": event["picked"], "select/share": event["picked"] / max(1, event["population"]), **dropped}
 
 
 def _window(event: Event) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def _window(event: Event) -> dict[str, Any]:
 
 
 def _evaluated(event: Event) -> dict[str, Any]:
-    return {key: value for key, value in event.items() if key not in ("v", "seq", "time", "kind", "window")}
+    return {key: value for key, value in event.items() if key not in ("v", "seq", "time", "kind", "window", "visited")}
 
 
 def _feed(event: Event) -> dict[str, Any]:
@@ -70,37 +70,30 @@ def said(event: Event) -> str:
     return ""
 
 
-class _Counted:
-    """A sink that knows how many visits were made."""
-
-    def __init__(self) -> None:
-        self._visits = self._picked = 0
+class _Stepped:
+    """A sink that hands events on as settings, numbers and words, each with the visits made before it."""
 
     def __call__(self, event: Event) -> None:
-        kind = event["kind"]
+        kind, step = event["kind"], int(event.get("visited") or 0)
+        self._step = max(step, getattr(self, "_step", 0))  # events that do not say, have that of the one before
         if kind == "run":
             self.settings({key: value for key, value in event.items() if key not in ("v", "seq", "time", "kind")})
-        if kind == "plan":
-            self._picked = int(event["picked"])
-        elif kind == "window":
-            self._visits += round(self._picked * event["batches"] / max(1, event["of"]))
         if found := figures(event):
-            self.numbers(found, self._visits)
+            self.numbers(found, self._step)
         if text := said(event):
-            self.words(event["kind"], text, self._visits)
+            self.words(f"{kind}.{event['seq']}", text, self._step)
 
     def settings(self, given: Mapping[str, Any]) -> None: ...
 
     def numbers(self, found: Mapping[str, float], step: int) -> None: ...
 
-    def words(self, kind: str, text: str, step: int) -> None: ...
+    def words(self, name: str, text: str, step: int) -> None: ...
 
 
-class TensorBoard(_Counted):
+class TensorBoard(_Stepped):
     """Writes into a folder that `tensorboard --logdir` shows."""
 
     def __init__(self, folder: str) -> None:
-        super().__init__()
         _needed("tensorboard", "tensorboard")
         module = _needed("torch.utils.tensorboard", "tensorboard")
         self._writer = module.SummaryWriter(folder)
@@ -114,15 +107,14 @@ class TensorBoard(_Counted):
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def words(self, kind: str, text: str, step: int) -> None:
-        self._writer.add_text(kind, text, step)
+    def words(self, name: str, text: str, step: int) -> None:
+        self._writer.add_text(name.partition(".")[0], text, step)
 
 
-class WeightsAndBiases(_Counted):
+class WeightsAndBiases(_Stepped):
     """A run of the project, with the user's own settings of W&B (WANDB_MODE=offline, say)."""
 
     def __init__(self, project: str) -> None:
-        super().__init__()
         self._run: Any = _needed("wandb", "wandb").init(project=project, reinit="create_new")
         self._run.define_metric("*", step_metric="visits")
         weakref.finalize(self, self._run.finish)
@@ -133,15 +125,14 @@ class WeightsAndBiases(_Counted):
     def numbers(self, found: Mapping[str, float], step: int) -> None:
         self._run.log({**found, "visits": step})
 
-    def words(self, kind: str, text: str, step: int) -> None:
-        self._run.log({kind: text, "visits": step})
+    def words(self, name: str, text: str, step: int) -> None:
+        self._run.log({name.partition(".")[0]: text, "visits": step})
 
 
-class MLflow(_Counted):
+class MLflow(_Stepped):
     """A run in the experiment "salience" at a tracking URI (a folder, or a server)."""
 
     def __init__(self, uri: str) -> None:
-        super().__init__()
         tracking = _needed("mlflow.tracking", "mlflow")
         try:
             self._client: Any = tracking.MlflowClient(tracking_uri=uri)
@@ -160,8 +151,8 @@ class MLflow(_Counted):
         for name, value in found.items():
             self._client.log_metric(self._id, name, value, step=step)
 
-    def words(self, kind: str, text: str, step: int) -> None:
-        self._client.set_tag(self._id, f"salience.{kind}.{step}", text[:5000])
+    def words(self, name: str, text: str, step: int) -> None:
+        self._client.set_tag(self._id, f"salience.{name}", text[:5000])
 
 
 SINKS: dict[str, tuple[Callable[[str], Sink], str]] = {
@@ -205,11 +196,17 @@ def guarded(listener: Sink, warn: Callable[[str], None], *, strict: bool = False
     return listen
 
 
-def replayed(events: Iterable[Event], given: str) -> None:
-    """Send a log to a sink afterwards."""
-    listener = sink(given)
+def replayed(events: Iterable[Event], given: str) -> int:
+    """Send a log to a sink afterwards; how many events lacked what they should have and were passed over."""
+    listener, odd = sink(given), 0
     for event in events:
+        try:
+            _ = figures(event), said(event)
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
+            odd += 1
+            continue
         listener(event)
+    return odd
 
 
 def _needed(module: str, extra: str) -> Any:

@@ -197,7 +197,8 @@ class Story:
 
     @property
     def selects(self) -> bool:
-        return self.run.get("select", "observe") != "observe"
+        """Whether the run was told to, or `auto` did."""
+        return self.run.get("select", "observe") != "observe" or any(w.picked < w.population for w in self.windows)
 
     @property
     def arm(self) -> str:

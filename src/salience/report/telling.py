@@ -106,7 +106,7 @@ def _parts(events: Sequence[Event]) -> tuple[list[list[Event]], int]:
     """
     parts: list[list[Event]] = [[]]
     for event in events:
-        if event["kind"] == "run" and parts[-1]:
+        if event["kind"] == "run" and any(one["kind"] in ("run", "plan") for one in parts[-1]):
             parts.append([])
         parts[-1].append(event)
     fresh = [0] + [i for i, part in enumerate(parts) if i and _first_window(part) == 0]
@@ -121,7 +121,7 @@ def _try(make: Callable[[Event], T], event: Event, odd: Counter[str]) -> T | Non
     """What `make` makes of an event; one that lacks what it should have is counted and left out."""
     try:
         return make(event)
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
         odd[event["kind"]] += 1
         return None
 

@@ -108,8 +108,8 @@ def _found(story: Story) -> str:
         parts.append(f"{found.spare:,} near-cop{'y' if found.spare == 1 else 'ies'}")
     if story.broken:
         parts.append(f"{count(len(story.broken), 'broken sample')}")
+    weak = f"Labels cannot be judged: {found.weak}." if found.weak else ""
     if not parts:
-        if found.weak:
-            return f"Labels cannot be judged: {found.weak}."
-        return "No label looks wrong." if found.judged else ""
-    return f"It found {' and '.join(parts)}." if len(parts) < 3 else f"It found {parts[0]}, {parts[1]} and {parts[2]}."
+        return weak or ("No label looks wrong." if found.judged else "")
+    said = f"It found {' and '.join(parts)}." if len(parts) < 3 else f"It found {parts[0]}, {parts[1]} and {parts[2]}."
+    return f"{said} {weak}".rstrip()

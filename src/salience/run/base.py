@@ -65,6 +65,8 @@ class Base:
     _shard: Shard | None
     """This rank's part of the window in progress, or of the last one: a loop that fetches ahead is late with losses."""
     _open: bool
+    _visited: int
+    """Visits of the windows before."""
     _delivered: set[int]
     _span: tuple[float, float]
     """Progress at the start and at the end of the window."""
@@ -79,7 +81,7 @@ class Base:
     def _emit_plan(self, plan: Plan) -> None:
         self.events.emit(
             "plan", window=plan.window, picked=len(plan), population=plan.population, progress=self.progress,
-            seconds=self.watch.seconds.get("plan", 0.0),
+            seconds=self.watch.seconds.get("plan", 0.0), visited=self.visits,
             filters=[{"name": n.name, "dropped": n.dropped, "forced": n.forced, "reason": n.reason} for n in plan.notes],
             by_importance=picked_by_importance(plan),
         )  # fmt: skip
@@ -105,6 +107,13 @@ class Base:
         if isinstance(self._config, Trace):
             return "trace"
         return json.dumps(self._config.to_dict(), sort_keys=True)
+
+    @property
+    def visits(self) -> int:
+        """Sample visits made so far, over all ranks."""
+        if not self._open or self._shard is None:
+            return self._visited
+        return self._visited + sum(int(self._shard.global_sizes[number]) for number in self._delivered)
 
     @property
     def progress(self) -> float:

@@ -255,7 +255,9 @@ class Watching(Base):
 
     def evaluated(self, metric: float, **more: float) -> None:
         """Report a validation result, higher is better; it goes into the event log and steers keep = "auto"."""
-        self.events.emit("evaluated", metric=float(metric), progress=self.progress, window=self.epoch, **more)
+        self.events.emit(
+            "evaluated", metric=float(metric), progress=self.progress, window=self.epoch, visited=self.visits, **more
+        )
         if self._steering is not None and self.plan is not None and self._in_the_middle(self.plan.window):
             self._steering.hear(float(metric), self.progress)
 

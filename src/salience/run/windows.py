@@ -93,8 +93,7 @@ class Windows(Losses):
         self._group = current_group()
         self.rank, self.world = (self._group.rank, self._group.world) if self._group else (0, 1)
         self.events = log if isinstance(log, EventLog) else EventLog(log if self.rank == 0 else None)
-        for given in sinks if self.rank == 0 else ():
-            self.events.listen(guarded(sink(given), functools.partial(warn, self.events), strict=strict))
+        self._open_sinks(sinks, strict)
         self.watch = Stopwatch()
         self.steps = Steps()
         self._ledger = self._group.ledger(n) if self._group else Ledger(n)
@@ -220,6 +219,19 @@ class Windows(Losses):
         assert self._shard is not None
         return self._shard
 
+    def _open_sinks(self, sinks: Sequence[str | Sink], strict: bool) -> None:
+        """On rank 0; one that cannot be opened stops all ranks."""
+        trouble: Exception | None = None
+        try:
+            for given in sinks if self.rank == 0 else ():
+                self.events.listen(guarded(sink(given), functools.partial(warn, self.events), strict=strict))
+        except Exception as error:
+            if self._group is None:
+                raise
+            trouble = error
+        if sinks and self._group is not None:
+            self._group.agree(trouble, ConfigError("A sink cannot be opened on rank 0; its message says why."))
+
     def _plan(self, draws_worker_seed: bool) -> Plan:
         size = self.batch_size * self.world
         if self._pipeline is not None:
@@ -270,10 +282,14 @@ class Windows(Losses):
         self._batch = None
 
     def _deliver(
-        self, number: int, ids: npt.NDArray[np.int64], hint: Tensor | None = None, prints: Tensor | None = None
+        self,
+        number: int,
+        ids: npt.NDArray[np.int64],
+        hint: Tensor | None = None,
+        prints: npt.NDArray[np.int64] | None = None,
     ) -> None:
         if prints is not None and self._copies is not None:
-            self._copies.prints[ids] = prints.numpy() & np.iinfo(np.int64).max
+            self._copies.prints[ids] = prints & np.iinfo(np.int64).max
         self._batch = Batch(self.epoch, number, ids, hint)
         self._delivered.add(number)
         self._take_signals()
@@ -291,6 +307,7 @@ class Windows(Losses):
         spent = self.steps.spent()
         self.events.emit(
             "window", window=self.epoch, batches=len(self._delivered), of=len(self._shard), finished=finished,
+            visited=self.visits,
             seconds=time.perf_counter() - self._opened_at, overhead=dict(self.watch.seconds),
             **({"steps": asdict(spent)} if spent.steps else {}),
         )  # fmt: skip

@@ -37,6 +37,8 @@ class Treatment(NamedTuple):
     """Bytes of a slot; 0 = nothing is kept."""
     seed_reads: bool = False
     """Whether the data set itself draws."""
+    unread: bool = False
+    """Whether a cache has left out the bytes of what is reused."""
 
     @classmethod
     def fresh(cls, count: int, window: int = 0) -> Treatment:
@@ -125,7 +127,7 @@ class Staged(Dataset[Any]):
         reading = sample_seeds(self._seed, how.window, array[wanted], FETCH).tolist() if how.seed_reads else None
         begin = perf_counter()
         reused = (how.level[wanted] & LEVEL) == REUSED
-        samples, counts = self.read([ids[k] for k in wanted], ticket, reading, reused.tolist())
+        samples, counts = self.read([ids[k] for k in wanted], ticket, reading, (reused & how.unread).tolist())
         per_read = (perf_counter() - begin) / max(1, len(wanted))
         clock.add(0, per_read * len(wanted), len(wanted))
         read = dict(zip(wanted, samples, strict=True))
@@ -202,11 +204,11 @@ class Staged(Dataset[Any]):
         return value
 
     def read(
-        self, ids: list[int], ticket: int, seeds: list[int] | None, reused: Sequence[bool] = ()
+        self, ids: list[int], ticket: int, seeds: list[int] | None, unread: Sequence[bool] = ()
     ) -> tuple[list[Any], dict[str, int]]:
         """What the data set gives for each id; of a Source, bytes (or a Broken) with the label.
 
-        The cache has not read what was to be `reused`: where the intermediate is not there after all, the store is asked.
+        Of `unread` ones the cache has nothing, since an intermediate was to be taken up: the store is asked.
         """
         if not ids:
             return [], {}
@@ -225,7 +227,7 @@ class Staged(Dataset[Any]):
         if handle is None or ticket < 0:
             data, counts = source.read_counted(ids)
         else:
-            late = [i for i, again in zip(ids, reused, strict=True) if again]
+            late = [i for i, again in zip(ids, unread, strict=True) if again]
             found, counts = source.read_counted(late) if late else ([], Counts())
             lost = dict(zip(late, found, strict=True))
             here = iter(handle.read(ticket, [i for i in ids if i not in lost]))

@@ -80,9 +80,15 @@ class Slots:
         self._data[at : at + HEADER].view(np.int64)[0] = 0
         # Written by system calls: through the mapping each page would be a fault, which costs more than the bytes do.
         table = np.array([window, total, 0, len(pieces), *(len(piece) for piece in pieces)], dtype=np.int64)
-        os.pwrite(self._fd, table.data, at + 8)
-        for start, piece in zip(starts, pieces, strict=True):
-            os.pwrite(self._fd, piece.data, at + HEADER + start)
+        written = [
+            (at + 8, table),
+            *((at + HEADER + start, piece) for start, piece in zip(starts, pieces, strict=True)),
+        ]
+        try:
+            if any(os.pwrite(self._fd, part.data, place) != part.nbytes for place, part in written):
+                return False
+        except OSError:  # no memory left
+            return False
         self._data[at : at + HEADER].view(np.int64)[0] = sample + 1
         return True
 

@@ -169,6 +169,13 @@ class Treating:
             kind = KINDS[number]
         return kind, views if kind == "echo" else 1
 
+    def unread(self, plan: Plan) -> npt.NDArray[np.bool_] | None:
+        """Visits for which an intermediate should lie on this node, bool [visits]; None where there are none, or on several
+        nodes, each of which has only those it made."""
+        if self.split is None or self.kind == "fresh" or (self._group is not None and self._group.several_nodes):
+            return None
+        return (plan.level & LEVEL) == REUSED
+
     def treatment(self, shard: Shard) -> Callable[[slice], Treatment]:
         """What to tell workers of a batch, by its place in the plan."""
         plan = shard.plan
@@ -181,11 +188,13 @@ class Treating:
             slot = echo_slots(plan.ids, plan.views, self.split.slots)
         split, size = (0, 0) if self.split is None else (self.split.stages, self.split.size)
         seed_reads = self._found is not None and bool(self._found.random[0])
+        unread = self.unread(plan) is not None
 
         def of(span: slice) -> Treatment:
             return Treatment(
-                plan.window, plan.level[span], born[span], slot[span], plan.importance[span], split, size, seed_reads
-            )
+                plan.window, plan.level[span], born[span], slot[span], plan.importance[span], split, size, seed_reads,
+                unread,
+            )  # fmt: skip
 
         return of
 
