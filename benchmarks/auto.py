@@ -84,9 +84,16 @@ def decode(data: Any) -> Tensor:
 
 
 @contextmanager
-def storage(windows: int) -> Generator[Regime]:
-    n, size, rate = 320, 16384, 5e6
-    rng = np.random.default_rng(0)
+def storage(
+    windows: int,
+    *,
+    size: int = 16384,
+    rate: float = 5e6,
+    latency: float = 0.002,
+    busy: float = 0.007,
+    lossy: bool = False,
+) -> Generator[Regime]:
+    n, rng = 320, np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
         raw, packed = Path(folder, "raw"), Path(folder, "packed")
         for i in range(n):
@@ -94,10 +101,10 @@ def storage(windows: int) -> Generator[Regime]:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(rng.bytes(size))
         pack(raw, packed, Settings())
-        with running(packed, rate=rate, latency=0.002) as store:
+        with running(packed, rate=rate, latency=latency) as store:
             yield Regime(
-                data=lambda: salience.Source(store.url), batch=8, step=lambda: pause(0.007),
-                options={"decode": decode, "num_workers": 1}, best={"cache": n * size}, auto=True,
+                data=lambda: salience.Source(store.url), batch=8, step=lambda: pause(busy),
+                options={"decode": decode, "num_workers": 1}, best={"cache": n * size}, auto="lossy" if lossy else True,
                 bound="input", cause="fetch",
             )  # fmt: skip
 

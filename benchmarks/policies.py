@@ -24,7 +24,6 @@ import argparse
 import itertools
 import json
 import statistics
-import tempfile
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -35,40 +34,18 @@ import numpy as np
 import torch
 
 import salience
-from auto import Regime, compute, cpu, decode, pause, storage
+from auto import Regime, compute, cpu, pause, storage
 from salience.decide.bandit import EXPLORES, Bandit, Memory
 from salience.decide.controller import Controller
 from salience.decide.levers import Reach, options
 from salience.decide.seen import Seen
 from salience.decide.settings import Settings
-from salience.feed.pack import Settings as PackSettings
-from salience.feed.pack import pack
 from salience.watch.model import Costs
-from store_server import running
 
 WINDOWS, RECORDED, RUNS = 30, 10, 10
 ROWS = Path(__file__).parent / "rows" / "policies-2026-11-16.jsonl"
 
 # ---------------------------------------------------------------- regimes
-
-
-@contextmanager
-def far_storage(windows: int) -> Generator[Regime]:
-    """Small samples that are decoded with some work, from a store with another rate and a longer way."""
-    n, size = 320, 8192
-    rng = np.random.default_rng(1)
-    with tempfile.TemporaryDirectory() as folder:
-        raw, packed = Path(folder, "raw"), Path(folder, "packed")
-        for i in range(n):
-            file = raw / f"c{i % 4}" / f"{i:04}.bin"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(rng.bytes(size))
-        pack(raw, packed, PackSettings())
-        with running(packed, rate=2e6, latency=0.01) as store:
-            yield Regime(
-                data=lambda: salience.Source(store.url), batch=8, step=lambda: pause(0.012),
-                options={"decode": decode, "num_workers": 1}, best={}, auto="lossy", bound="input", cause="fetch",
-            )  # fmt: skip
 
 
 @contextmanager
@@ -84,7 +61,7 @@ REGIMES: dict[str, Callable[[int], Any]] = {
     "cpu_lossy": lambda windows: cpu(windows, lossy=True),
     "compute": compute,
     "compute_lossy": lambda windows: compute(windows, lossy=True),
-    "far_storage": far_storage,
+    "far_storage": lambda windows: storage(windows, size=8192, rate=2e6, latency=0.01, busy=0.012, lossy=True),
     "light_cpu": light_cpu,
 }
 ALWAYS_HELD_OUT = ("far_storage", "light_cpu")
@@ -95,10 +72,9 @@ ALWAYS_HELD_OUT = ("far_storage", "light_cpu")
 class ByHand(Controller):
     """Does as told, and writes down what it sees."""
 
-    def __init__(self, settings: Settings, reach: Callable[[], Reach]) -> None:
+    def __init__(self, settings: Settings) -> None:
         super().__init__(settings, windows=10**6, batches=10**9)
         self.seen: list[tuple[Seen | None, Reach]] = []
-        self._reach = reach
 
     def edge(self, window: int, seen: Seen | None, reach: Reach) -> list[Any]:
         if window:
@@ -143,7 +119,8 @@ def run(regime: Regime, settings: Settings | None) -> tuple[Settings, list[tuple
     loader = salience.Loader(
         regime.data(), regime.batch, epochs=RECORDED + 1, **{**regime.options, "auto": regime.auto}
     )
-    controller = ByHand(settings or loader._settings, loader._reach)  # pyright: ignore[reportPrivateUsage]
+    plain = replace(loader._settings, cache=0)  # pyright: ignore[reportPrivateUsage]
+    controller = ByHand(settings or plain)
     loader._auto.controller = controller  # pyright: ignore[reportPrivateUsage,reportOptionalMemberAccess]
     step = regime.step()
     for _ in range(RECORDED + 1):
