@@ -18,7 +18,7 @@
 Embarrassing would be: throughput_vs_plain under 2.0, treat_overhead over 1.02, echo_speedup under 1.5, an accuracy_gap below
 -0.3 points, or blind reuse that is as good (then importance buys nothing here).
 
-    python benchmarks/cpu_bound.py [--quick] [--accuracy path/to/cifar10 --seeds 8]
+    python benchmarks/cpu_bound.py [--quick] [--accuracy path/to/cifar10 --seeds 8] [--show rows.jsonl]
 
 The last line of stdout is one JSON object.
 """
@@ -30,6 +30,7 @@ import io
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -390,13 +391,43 @@ def accuracy(path: str, seeds: int, epochs: int, device: str) -> dict[str, Any]:
             found[arm, seed] = row
     out: dict[str, Any] = {}
     for name, arm in (("accuracy_gap", "reuse"), ("blind_accuracy_gap", "blind")):
-        gaps = np.array([found[arm, s]["accuracy"] - found["fresh", s]["accuracy"] for s in range(seeds)])
-        half = student(seeds - 1, 0.95) * gaps.std(ddof=1) / np.sqrt(seeds) if seeds > 1 else float("nan")
-        out[name] = round(float(gaps.mean()), 3)
-        out[f"{name}_interval"] = [round(float(gaps.mean() - half), 3), round(float(gaps.mean() + half), 3)]
+        out[name], out[f"{name}_interval"] = paired(
+            [found[arm, s]["accuracy"] for s in range(seeds)], [found["fresh", s]["accuracy"] for s in range(seeds)]
+        )
         out[f"{arm}_fresh_share"] = found[arm, 0]["fresh_share"]
     out["fresh_accuracy"] = round(float(np.mean([found["fresh", s]["accuracy"] for s in range(seeds)])), 3)
     return out
+
+
+def paired(ours: list[float], theirs: list[float]) -> tuple[float, list[float]]:
+    """Mean difference and its 95% interval."""
+    gaps = np.array(ours) - np.array(theirs)
+    half = student(len(gaps) - 1, 0.95) * gaps.std(ddof=1) / np.sqrt(len(gaps)) if len(gaps) > 1 else float("nan")
+    return round(float(gaps.mean()), 3), [round(float(gaps.mean() + sign * half), 3) for sign in (-1, 1)]
+
+
+def show(path: str) -> None:
+    """Recorded rows: each arm against always fresh, by epochs and by k of r = ceil(k r_max (1 - importance))."""
+    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    found: dict[tuple[int, int, str], dict[int, dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["epochs"], row["steep"], row["name"]), {})[row["seed"]] = row
+
+    def against(ours: dict[int, dict[str, Any]], theirs: dict[int, dict[str, Any]]) -> str:
+        seeds = sorted(ours)
+        gap, ends = paired([ours[s]["accuracy"] for s in seeds], [theirs[s]["accuracy"] for s in seeds])
+        return f"{gap:+.3f} ({ends[0]:+.3f} to {ends[1]:+.3f})"
+
+    for (epochs, k, name), arm in sorted(found.items()):
+        fresh = found.get((epochs, k, "fresh")) or found[epochs, 1, "fresh"]
+        what = "mean accuracy" if name == "fresh" else "against fresh"
+        mean = f"{np.mean([row['accuracy'] for row in arm.values()]):.3f}"
+        print(
+            f"{epochs} epochs, k = {k}, {name}: {arm[0]['fresh_share']:.3f} fresh, {what} "
+            f"{mean if name == 'fresh' else against(arm, fresh)}"
+        )
+        if name == "reuse" and (epochs, k, "blind") in found:
+            print(f"{epochs} epochs, k = {k}: reuse against blind {against(arm, found[epochs, k, 'blind'])}")
 
 
 def main() -> None:
@@ -406,7 +437,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--epochs", type=int, default=24)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--show", default="", metavar="FILE", help="recorded rows of such runs")
     given = parser.parse_args()
+    if given.show:
+        show(given.show)
+        return
     if given.accuracy:
         print(json.dumps(accuracy(given.accuracy, given.seeds, given.epochs, given.device)))
         return

@@ -33,8 +33,9 @@ from typing import Any
 import numpy as np
 import torch
 
+import auto
 import salience
-from auto import Regime, compute, cpu, pause, storage
+from auto import Regime, cpu, pause, storage
 from salience.decide.bandit import EXPLORES, Bandit, Memory
 from salience.decide.controller import Controller
 from salience.decide.levers import Reach, options
@@ -56,11 +57,7 @@ def light_cpu(windows: int) -> Generator[Regime]:
 
 
 REGIMES: dict[str, Callable[[int], Any]] = {
-    "storage": storage,
-    "cpu": cpu,
-    "cpu_lossy": lambda windows: cpu(windows, lossy=True),
-    "compute": compute,
-    "compute_lossy": lambda windows: compute(windows, lossy=True),
+    **auto.REGIMES,
     "far_storage": lambda windows: storage(windows, size=8192, rate=2e6, latency=0.01, busy=0.012, lossy=True),
     "light_cpu": light_cpu,
 }

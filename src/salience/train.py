@@ -186,6 +186,7 @@ class Training:
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index].manual_seed(torch_seed(*place, 1))
         x, y = x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+        self.loader.steps.copied()
         logits = self._forward(crop_flip(x, torch_generator(*place), pad=self.data.size // 8))
         losses = F.cross_entropy(logits, y, reduction="none")
         loss = self.loader.loss(losses, logits, y)

@@ -345,6 +345,20 @@ def test_runs_share_a_disk_and_the_next_reads_nothing_from_the_server(tmp_path):
         assert not [file for file in tmp_path.rglob(".*") if file.is_file()]  # nothing half written
 
 
+def on_two_ranks(work: Callable[..., None], *arguments: Any) -> list[Any]:
+    """What `work(rank, *arguments, pipe)` sends, in a process a rank."""
+    pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
+    ranks = [FORK.Process(target=work, args=(k, *arguments, pipes[k][1])) for k in range(2)]
+    for rank in ranks:
+        rank.start()
+    for _, there in pipes:
+        there.close()
+    found = [here.recv() for here, _ in pipes]
+    for rank in ranks:
+        rank.join()
+    return found
+
+
 def rank_work(rank: int, meet: Path, url: str, index: Any, out: Any) -> None:
     """Two windows with a cache and without, a state in the middle of the second, and the rest of it resumed."""
     try:
@@ -377,15 +391,7 @@ def test_ranks_of_a_node_share_one_feeder_and_resume_together(near, tmp_path):
     with Server(objects()) as server:
         index, meet = checked(server).index, tmp_path / "meet"
         asked = server.requests
-        pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
-        ranks = [FORK.Process(target=rank_work, args=(k, meet, server.url, index, pipes[k][1])) for k in range(2)]
-        for rank in ranks:
-            rank.start()
-        for _, there in pipes:
-            there.close()
-        found = [here.recv() for here, _ in pipes]
-        for rank in ranks:
-            rank.join()
+        found = on_two_ranks(rank_work, meet, server.url, index)
         assert not [text for text in found if isinstance(text, str)], found
         assert sorted(found[0][0] + found[1][0]) == list(range(N))
         assert [processes for _, processes, *_ in found] == [1, 0]
@@ -417,19 +423,7 @@ def test_ranks_stop_together_when_all_of_them_have_found_too_many_broken(tmp_pat
         source = checked(server)
         for i in range(0, 50, 10):
             del server.objects[source.names[i]]
-        pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
-        common = server.url, source.index, allowed
-        ranks = [
-            FORK.Process(target=rank_with_broken, args=(k, tmp_path / "meet", *common, there))
-            for k, (_, there) in enumerate(pipes)
-        ]
-        for rank in ranks:
-            rank.start()
-        for _, there in pipes:
-            there.close()
-        found = [here.recv() for here, _ in pipes]
-        for rank in ranks:
-            rank.join()
+        found = on_two_ranks(rank_with_broken, tmp_path / "meet", server.url, source.index, allowed)
     if allowed == 0.05:
         assert found == [("", 3), ("", 3)]
     else:

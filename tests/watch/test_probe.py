@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 import salience
 from salience.cli import main
 from salience.events import read
-from salience.report.profile import Profile
+from salience.report.profile import Profile, rendered
 from salience.watch.model import Costs
 from salience.watch.probe import Enough, Session, profiling
 from salience.watch.steps import Steps
@@ -107,6 +107,25 @@ def test_time_between_windows_belongs_to_no_step():
     steps.got()
     assert steps.steps[0].busy == 0
     assert steps.steps[1].wait < 0.05
+
+
+def test_copying_is_a_part_of_its_own_where_the_loop_says_so():
+    steps = Steps()
+    for copies in (True, False):
+        steps.ask()
+        steps.got()
+        if copies:
+            time.sleep(0.01)
+            steps.copied()
+        steps.lost(torch.device("cpu"))
+    steps.ask()
+    told, silent = steps.steps
+    assert told.copy >= 0.01
+    assert told.forward < told.copy
+    assert silent.copy == 0
+    assert steps.spent().copy == told.copy
+    costs = Costs(step=0.02, wait=0, input=0.001, compute=0.02, work={}, copy=0.005, forward=0.01, backward=0.005)
+    assert "copy" in rendered(Profile.of(costs, cores=2, losses=True))
 
 
 SCRIPT = """

@@ -163,9 +163,11 @@ def _timeline(story: Story) -> Chart | None:
     if not done:
         return None
     spent = [window.spent for window in done if window.spent is not None]
-    rest = [max(0.0, w.seconds - s.wait - s.forward - s.backward) for w, s in zip(done, spent, strict=True)]
+    rest = [max(0.0, w.seconds - s.wait - s.copy - s.forward - s.backward) for w, s in zip(done, spent, strict=True)]
+    copies = [one.copy for one in spent]
     series = [
         Series(name="waiting for batches", values=[one.wait for one in spent]),
+        *([Series(name="copying to the device", values=copies)] if any(copies) else []),
         Series(name="forward", values=[one.forward for one in spent]),
         Series(name="backward and optimizer", values=[one.backward for one in spent]),
         Series(name="planning and the rest", values=rest),

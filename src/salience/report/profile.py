@@ -64,7 +64,13 @@ def rendered(profile: Profile) -> str:
     for name, seconds in sorted(costs.work.items(), key=lambda item: -item[1]):
         where = f"{name} (workers)" if costs.workers else f"{name} (in the loop)"
         lines.append(f"  {where:<24}{_ms(seconds):>10}{seconds / total if total else 0:>8.0%}")
-    for name, seconds in (("wait", costs.wait), ("forward", costs.forward), ("backward + optimizer", costs.backward)):
+    rows = [
+        ("wait", costs.wait),
+        ("copy", costs.copy),
+        ("forward", costs.forward),
+        ("backward + optimizer", costs.backward),
+    ]
+    for name, seconds in rows if costs.copy else [rows[0], *rows[2:]]:
         lines.append(f"  {name:<24}{_ms(seconds):>10}{seconds / costs.step if costs.step else 0:>8.0%}")
     lines += ["", f"  {'lever':<24}{'at most':>10}   {'between':<14}"]
     for found in profile.ceilings:

@@ -32,6 +32,7 @@ class Spent:
     """Where the seconds of a window's steps went."""
 
     wait: float
+    copy: float
     forward: float
     backward: float
     work: Mapping[str, float]
@@ -183,7 +184,7 @@ class Story:
     def waiting(self) -> float | None:
         """Share of the steps' time that the loop waited for batches; None where it was not measured."""
         spent = [window.spent for window in self.windows if window.spent is not None]
-        total = sum(one.wait + one.forward + one.backward for one in spent)
+        total = sum(one.wait + one.copy + one.forward + one.backward for one in spent)
         return sum(one.wait for one in spent) / total if total > 0 else None
 
     @property

@@ -149,7 +149,11 @@ def _spent(steps: Mapping[str, Any] | None) -> Spent | None:
         return None
     work = {str(name): float(seconds) for name, seconds in steps["work"].items()}
     return Spent(
-        wait=float(steps["wait"]), forward=float(steps["forward"]), backward=float(steps["backward"]), work=work
+        wait=float(steps["wait"]),
+        copy=float(steps.get("copy") or 0.0),
+        forward=float(steps["forward"]),
+        backward=float(steps["backward"]),
+        work=work,
     )
 
 

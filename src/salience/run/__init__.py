@@ -8,7 +8,7 @@ One class in layers, each in a file: Base (parts, events) <- Watching (model, co
 """
 
 from salience.run.base import warn
+from salience.run.selection import Select, resolve
 from salience.run.state import Run
-from salience.run.windows import Select, resolve
 
 __all__ = ["Run", "Select", "resolve", "warn"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from salience.errors import ConfigError, Misattributed, PluginError
 from salience.ledger.copies import Copies
 from salience.ledger.embeddings import Embeddings
 from salience.ledger.statistics import LOGIT_ROWS, finish
+from salience.report.sinks import Sink, guarded, sink
 from salience.run.base import Base, Batch
 from salience.select import Clock
 from salience.select.redundancy import CopySearch, redundancy
@@ -252,6 +253,19 @@ class Watching(Base):
             self.events.emit(
                 "copies", window=self.epoch, samples=int((group >= 0).sum()), groups=len(np.unique(group[group >= 0]))
             )
+
+    def _open_sinks(self, sinks: Sequence[str | Sink], strict: bool) -> None:
+        """On rank 0; one that cannot be opened stops all ranks."""
+        trouble: Exception | None = None
+        try:
+            for given in sinks if self.rank == 0 else ():
+                self.events.listen(guarded(sink(given), self._warn, strict=strict))
+        except Exception as error:
+            if self._group is None:
+                raise
+            trouble = error
+        if sinks and self._group is not None:
+            self._group.agree(trouble, ConfigError("A sink cannot be opened on rank 0; its message says why."))
 
     def evaluated(self, metric: float, **more: float) -> None:
         """Report a validation result, higher is better; it goes into the event log and steers keep = "auto"."""

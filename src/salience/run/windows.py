@@ -17,16 +17,17 @@ from torch import Tensor
 from torch.utils.data import RandomSampler
 
 from salience import ledger as ledgers
-from salience.config import SelectConfig, read_toml
+from salience.config import SelectConfig
 from salience.errors import ConfigError, StateError
 from salience.events import EventLog
 from salience.ledger import Ledger, Recorder
 from salience.ledger.exchange import current_group
 from salience.plan import Plan, Shard, Trace
-from salience.report.sinks import Sink, guarded, sink
+from salience.report.sinks import Sink
 from salience.run.base import Batch, warn
 from salience.run.losses import Losses
-from salience.select import Pipeline, preset
+from salience.run.selection import Select, resolve
+from salience.select import Pipeline
 from salience.select.fetching import Stock
 from salience.select.pick import RecentLosses
 from salience.select.reference import Opinion, reference_of
@@ -35,25 +36,6 @@ from salience.signals import Attached
 from salience.signals.proxy import Proxy
 from salience.signals.scorer import Scorer
 from salience.watch import Steps, Stopwatch
-
-Select = str | SelectConfig | Mapping[str, Any] | Trace | None
-
-
-def resolve(select: Select) -> SelectConfig | Trace | None:
-    """What people write for `select` as a config: a preset's name, a TOML file, a table, a config, a trace, or nothing."""
-    if select is None or isinstance(select, (SelectConfig, Trace)):
-        return select
-    table: dict[str, Any]
-    if isinstance(select, str):
-        if not select.endswith(".toml"):
-            return preset(select)
-        tables = read_toml(select)
-        if "select" not in tables:
-            raise ConfigError(f"{select!r} has no [select] table; write one, or name a preset.")
-        table = dict(tables["select"])
-    else:
-        table = dict(select)
-    return preset(table.pop("preset", "default")).merged(table)
 
 
 class Windows(Losses):
@@ -218,19 +200,6 @@ class Windows(Losses):
         self._ask_scores(plan.ids)
         assert self._shard is not None
         return self._shard
-
-    def _open_sinks(self, sinks: Sequence[str | Sink], strict: bool) -> None:
-        """On rank 0; one that cannot be opened stops all ranks."""
-        trouble: Exception | None = None
-        try:
-            for given in sinks if self.rank == 0 else ():
-                self.events.listen(guarded(sink(given), functools.partial(warn, self.events), strict=strict))
-        except Exception as error:
-            if self._group is None:
-                raise
-            trouble = error
-        if sinks and self._group is not None:
-            self._group.agree(trouble, ConfigError("A sink cannot be opened on rank 0; its message says why."))
 
     def _plan(self, draws_worker_seed: bool) -> Plan:
         size = self.batch_size * self.world

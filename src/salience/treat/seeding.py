@@ -34,7 +34,7 @@ def _mixed(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def seed_globals(seed: int) -> None:
-    """Seed the generators transforms use: torch's (of the CPU), NumPy's and Python's. Some 30 microseconds between images."""
+    """Seed the generators transforms use: torch's (of the CPU), NumPy's and Python's."""
     torch.default_generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
     np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002 - the one that transforms draw from
     random.seed(seed)

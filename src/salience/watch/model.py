@@ -34,6 +34,8 @@ class Costs:
     """The loop alone: batches that were ready."""
     work: Mapping[str, float]
     """Seconds a batch costs the workers, by stage: "fetch", "decode", stages by name."""
+    copy: float = 0.0
+    """To the device, where the loop tells; else it is part of forward."""
     forward: float = 0.0
     backward: float = 0.0
     workers: int = 0

@@ -94,6 +94,7 @@ def costs_of(steps: Sequence[Step], inputs: Sequence[float], workers: int) -> Co
         input=median(inputs) if inputs else supposed,
         compute=_mean([s.busy for s in alone]),
         work=work,
+        copy=_mean([s.copy for s in alone]),
         forward=_mean([s.forward for s in alone]),
         backward=_mean([s.backward for s in alone]),
         workers=workers,

@@ -22,8 +22,10 @@ class Step:
 
     wait: float
     """From asking for the batch to having it."""
+    copy: float = 0.0
+    """From having it to having it on the device, where the loop says so."""
     forward: float = 0.0
-    """From having it to calling loss()."""
+    """From then to calling loss()."""
     backward: float = 0.0
     """From loss() to asking for the next one: backward pass, optimizer, and whatever else the loop does."""
     work: dict[str, float] = field(default_factory=dict[str, float])
@@ -35,7 +37,7 @@ class Step:
 
     @property
     def busy(self) -> float:
-        return self.forward + self.backward
+        return self.copy + self.forward + self.backward
 
 
 @dataclass(slots=True)
@@ -44,6 +46,7 @@ class Spent:
 
     steps: int = 0
     wait: float = 0.0
+    copy: float = 0.0
     forward: float = 0.0
     backward: float = 0.0
     work: dict[str, float] = field(default_factory=dict[str, float])
@@ -52,6 +55,7 @@ class Spent:
     def add(self, step: Step) -> None:
         self.steps += 1
         self.wait += step.wait
+        self.copy += step.copy
         self.forward += step.forward
         self.backward += step.backward
         for name, seconds in step.work.items():
@@ -67,7 +71,7 @@ class Steps:
         self.losses = False
         """Whether loss() was ever called."""
         self._spent = Spent()
-        self._asked = self._got = self._lost = 0.0
+        self._asked = self._got = self._copied = self._lost = 0.0
         self._device: torch.device | None = None
         self._events: deque[tuple[Step, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._asked_event: torch.cuda.Event | None = None
@@ -77,10 +81,12 @@ class Steps:
         now = time.perf_counter()
         if self.count and self._got:
             step = self.steps[-1]
-            if self._lost > self._got:
-                step.forward, step.backward = self._lost - self._got, now - self._lost
+            begin = max(self._got, self._copied)
+            step.copy = begin - self._got
+            if self._lost > begin:
+                step.forward, step.backward = self._lost - begin, now - self._lost
             else:
-                step.forward, step.backward = now - self._got, 0.0
+                step.forward, step.backward = now - begin, 0.0
             if not step.held:
                 self._spent.add(step)
             self._got = 0.0  # it is over
@@ -97,6 +103,10 @@ class Steps:
             self._settle()
         self.steps.append(step)
         self.count += 1
+
+    def copied(self) -> None:
+        """The batch is on the device; a copy that goes on beside the host takes the host no time."""
+        self._copied = time.perf_counter()
 
     def lost(self, device: torch.device) -> None:
         """`loss` was called, with losses on `device`."""
