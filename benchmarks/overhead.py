@@ -6,7 +6,15 @@ beside it, to show what the machine's noise alone does to the ratio. Then the pa
 of 1024 (flush included), bytes a sample. And gradient norms of an attached model: a training step with them over a plain
 one, in turns, for "auto" and "all" layers.
 
-Embarrassing would be: loader_ratio over 1.02, watch_overhead (step timers on over off) over 1.01, plan_ms_1_28m over 150,
+What observing costs: `record_host_us` is what one call of `selector.loss(losses, logits, targets)` adds to `losses.mean()`
+for 128 samples of 10 classes, in host time, on the CPU and (nothing waits for it) on a GPU. `observe_ratio` is a training
+step of about 5 ms on one core, observed, over the same step without salience, through Selector, Loader (without and with
+two workers) and the loop of `salience train`, in windows of 48 steps. And under torch.compile, `loader.loss` outside
+and inside the compiled function: graph breaks, and graphs made after the first step of three windows.
+
+Embarrassing would be: record_host_us over 100, observe_ratio over 1.02, a graph break or a recompile by `loss`,
+copies_share (of a run, looking for near-copies) over 0.01,
+loader_ratio over 1.02, watch_overhead (step timers on over off) over 1.01, plan_ms_1_28m over 150,
 plan_full_ms_1_28m over 400, plan_s_100m over 15,
 record_us_1024 over 100, record_logits_us_1024 over 400, more than 64 bytes a sample, ghost_ratio over 1.15 for either model.
 
@@ -18,7 +26,10 @@ The last line of stdout is one JSON object.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -27,13 +38,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import salience
-from salience.config import SelectConfig, Use
+from salience.config import SelectConfig, TrainConfig, Use
+from salience.images.splits import Split
 from salience.ledger import Ledger, Recorder, bytes_per_sample
 from salience.models import build
 from salience.select import Pipeline, preset
+from salience.train import Training
 from salience.watch import Steps
 
 ITEM_SECONDS = 2e-4
@@ -244,13 +257,244 @@ def ghost_ratio(model: str, batch: int, turns: int) -> dict[str, Any]:
     }
 
 
+OBSERVED = 128
+"""Samples in a batch of what follows: with it a step of the model "mlp" takes about 5 ms on one core."""
+WINDOW = 48
+"""Batches of a window: a multiple of 16, so that what is done every 16 batches falls on the same ones in each."""
+CLASSES = 10
+
+
+def record_host(device: str, windows: int) -> dict[str, Any]:
+    """Microseconds of host time that `loss` adds to a step: the mean over a window, since only some calls reduce what
+    others collect, and of that the median over windows. Nothing is synchronised."""
+    batches = 256
+    n, clock = OBSERVED * batches, time.perf_counter
+    labels = torch.arange(n, device=device) % CLASSES
+    logits = torch.randn(OBSERVED, CLASSES, device=device, requires_grad=True)
+    losses = F.cross_entropy(logits, labels[:OBSERVED], reduction="none")
+    selector = salience.Selector(n, batch_size=OBSERVED, device=device)
+    added = []
+    for _ in range(windows + 2):
+        plain = ours = 0.0
+        for ids, _ in selector:
+            targets = labels[ids]
+            begin = clock()
+            losses.mean()
+            between = clock()
+            selector.loss(losses, logits, targets)
+            plain, ours = plain + between - begin, ours + clock() - between
+        added.append(1e6 * (ours - plain) / batches)
+    return {f"record_host_us_{device}": round(float(np.median(added[2:])), 1)}
+
+
+def images(n: int) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (n, 3, 32, 32), generator=g, dtype=torch.uint8), torch.arange(n) % CLASSES
+
+
+def now() -> np.ndarray:
+    return np.array((time.perf_counter(), time.process_time()))
+
+
+Step = Callable[[Tensor, Tensor], None]
+
+
+def steps_of(batches: Callable[[], Iterable[tuple[Tensor, Tensor]]], step: Step) -> Iterator[np.ndarray]:
+    """Seconds of one step after the other, window after window; what is done between windows is part of the next step."""
+    begin = now()
+    while True:
+        for x, y in batches():
+            step(x, y)
+            yield now() - begin
+            begin = now()
+
+
+def mean(losses: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
+    return losses.mean()
+
+
+def mlp_step(reduce: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Step:
+    """A plain training step with `reduce` in the place of the mean."""
+    torch.manual_seed(0)
+    net = build("mlp", CLASSES)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        logits = net(x.float() / 255)
+        loss = reduce(F.cross_entropy(logits, y, reduction="none"), logits, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def observe_ratio(name: str, plain: Any, again: Any, ours: Any, windows: int) -> dict[str, Any]:
+    """Steps in turns, so that what disturbs the machine disturbs all. Of each step of a window the median over windows
+    counts: what salience does every so many steps, or between windows, is in it, and what other programs do is not."""
+    arms = [steps_of(*arm) for arm in (plain, again, ours)]
+    spent = np.zeros((windows + 1, WINDOW, 3, 2))
+    for window in range(windows + 1):
+        for step in range(WINDOW):
+            for arm in np.roll(range(3), step + window):
+                spent[window, step, arm] = next(arms[arm])
+    spent = spent[1:]  # the first one starts workers and fills caches
+
+    def ratios(of: np.ndarray) -> np.ndarray:
+        a_window = np.median(of, axis=0).sum(axis=0)
+        return a_window / a_window[0]
+
+    rng = np.random.default_rng(0)
+    resampled = [ratios(spent[rng.integers(0, windows, windows)])[2, 0] for _ in range(500)]
+    plain_ms, _, ours_ms = 1e3 * np.median(spent, axis=0).mean(axis=0)
+    return {
+        f"observe_ratio_{name}": round(float(ratios(spent)[2, 0]), 4),
+        f"observe_ratio_{name}_interval": [round(float(q), 4) for q in np.quantile(resampled, (0.025, 0.975))],
+        f"observe_plain_vs_plain_{name}": round(float(ratios(spent)[1, 0]), 4),
+        f"observe_cpu_ratio_{name}": round(float(ratios(spent)[2, 1]), 4),
+        f"observe_us_{name}": round(1e3 * float(ours_ms[0] - plain_ms[0]), 1),
+        f"observe_step_ms_{name}": round(float(plain_ms[0]), 2),
+    }
+
+
+def observe_selector(windows: int) -> dict[str, Any]:
+    x, y = images(OBSERVED * WINDOW)
+    selector = salience.Selector(len(x), batch_size=OBSERVED, labels=y.numpy())
+
+    def plain() -> Iterator[tuple[Tensor, Tensor]]:
+        return ((x[ids], y[ids]) for ids in torch.randperm(len(x)).split(OBSERVED))
+
+    def ours() -> Iterator[tuple[Tensor, Tensor]]:
+        return ((x[ids], y[ids]) for ids, _ in selector)
+
+    arms = (plain, mlp_step(mean)), (plain, mlp_step(mean)), (ours, mlp_step(selector.loss))
+    return observe_ratio("selector", *arms, windows)
+
+
+def observe_loader(workers: int, windows: int) -> dict[str, Any]:
+    data = TensorDataset(*images(OBSERVED * WINDOW))
+    options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
+    loader = salience.Loader(data, OBSERVED, **options)
+    plain, again = (DataLoader(data, OBSERVED, shuffle=True, **options) for _ in range(2))
+    arms = (
+        (lambda: plain, mlp_step(mean)),
+        (lambda: again, mlp_step(mean)),
+        (lambda: loader, mlp_step(loader.loss)),
+    )
+    return observe_ratio(f"loader_{workers}", *arms, windows)
+
+
+class Unobserved:
+    """The loader of `salience train` with a plain DataLoader's batches and a plain mean; for the rest, itself."""
+
+    def __init__(self, loader: salience.Loader) -> None:
+        self.loader = loader
+        loader.detach()
+        self.plain = DataLoader(loader.dataset, loader.batch_size, shuffle=True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.plain)
+
+    def loss(self, losses: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
+        return losses.mean()
+
+
+def train_arm(run: Training) -> tuple[Callable[[], Iterable[Any]], Step]:
+    """Batches and steps as in the loop of `salience train`, without its evaluation and checkpoints."""
+
+    def step(x: Tensor, y: Tensor) -> None:
+        run._step(x, y, run.loader.epoch)
+        run.number = (run.number + 1) % WINDOW
+
+    run.model.train()
+    return lambda: run.loader, step
+
+
+def observe_train(windows: int) -> dict[str, Any]:
+    """The loop of `salience train` as it is over the same with its loader's own work taken out. Looking for near-copies
+    falls into few windows and is told apart: `copies_share`, by its own clock, of all the seconds of these windows."""
+    x, y = images(OBSERVED * WINDOW)
+    split = Split(
+        train=TensorDataset(x, y), test=TensorDataset(x[:CLASSES], y[:CLASSES]), labels=y.numpy(), tested=CLASSES,
+        classes=tuple(map(str, range(CLASSES))), size=32, source=None, ids=np.arange(len(x)),  # pyright: ignore
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        runs = []
+        for name in ("plain", "again", "ours"):
+            config = TrainConfig(
+                model="mlp", epochs=windows + 2, batch_size=OBSERVED, workers=0, device="cpu", out=f"{folder}/{name}"
+            )
+            runs.append(Training(config, split, torch.device("cpu"), None))
+        for run in runs[:2]:
+            run.loader = Unobserved(run.loader)  # pyright: ignore
+        figures = observe_ratio("train", *map(train_arm, runs), windows)
+    stated = runs[2].loader.watch.seconds
+    seconds = (windows + 1) * WINDOW * figures["observe_step_ms_train"] / 1e3
+    return figures | {
+        "train_overhead_stated": round(sum(stated.values()) / seconds, 4),
+        "copies_share": round(stated.get("copies", 0.0) / seconds, 4),
+    }
+
+
+def compiled(inside: bool) -> dict[str, Any]:
+    """Graph breaks, and graphs that were made after the first step, over three windows; what the compiler does with the
+    graphs does not matter here. `counters` is what torch's own tests read."""
+    import torch._dynamo  # it takes seconds
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    n, size = 8 * 32, 32
+    x, y = torch.randn(n, 20), torch.arange(n) % CLASSES
+    net = torch.nn.Linear(20, CLASSES)
+    loader = salience.Loader(TensorDataset(x, y), size)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        logits = net(x)
+        losses = F.cross_entropy(logits, y, reduction="none")
+        return loader.loss(losses, logits, y) if inside else (losses, logits)
+
+    name, fast, graphs = "inside" if inside else "outside", torch.compile(step, backend="eager"), []
+    try:
+        for _ in range(3):
+            for x, y in loader:
+                made = fast(x, y)
+                (made if inside else loader.loss(*made, y)).backward()
+                graphs.append(counters["stats"]["unique_graphs"])
+    except Exception as error:
+        return {f"compile_{name}_error": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:120]}
+    assert (loader.ledger.seen == 3).all()
+    return {
+        f"compile_{name}_breaks": sum(counters["graph_break"].values()),
+        f"compile_{name}_recompiles": graphs[-1] - graphs[0],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller and within a minute")
     parser.add_argument("--full", action="store_true", help="also plan 100 M samples (needs about 12 GiB)")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    figures: dict[str, Any] = {}
+    figures: dict[str, Any] = {"record_host_us": 0.0, "observe_ratio": 0.0}
+    print("host time of loss() ...", flush=True)
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    for device in devices:
+        figures |= record_host(device, windows=21 if args.quick else 61)
+    figures["record_host_us"] = max(figures[f"record_host_us_{device}"] for device in devices)
+    print("observed training steps against plain ones, in turns ...", flush=True)
+    windows = 6 if args.quick else 40
+    figures |= observe_selector(windows)
+    for workers in (0, 2):
+        figures |= observe_loader(workers, windows)
+    figures |= observe_train(windows)
+    ways = ("selector", "loader_0", "loader_2", "train")
+    figures["observe_ratio"] = max(figures[f"observe_ratio_{way}"] for way in ways)
+    print("loss() beside and inside a compiled step ...", flush=True)
+    figures |= compiled(inside=False) | compiled(inside=True)
     print("loader against plain DataLoader, in turns ...", flush=True)
     figures |= loader_ratio(pairs=15 if args.quick else 41, items=2048)
     figures |= watch_overhead(pairs=11 if args.quick else 41, items=2048)

@@ -9,9 +9,10 @@ Embarrassing would be: losing to the shorter run, or to all data under label noi
     python benchmarks/selection.py --data cifar10.tar.gz [--rows rows.jsonl] [--jobs 8]     # needs a GPU
     python benchmarks/selection.py --show benchmarks/rows/selection-2026-11-16.jsonl        # rows measured before
     python benchmarks/selection.py --quick                                                  # rendered digits, CPU, a minute
+    python benchmarks/selection.py --parts clicks,text,segment [--seeds 3]                  # elsewhere.py, CPU, 3 minutes each
 
-Rows are appended to --rows as they finish, and those already there are not run again. The last line of stdout is one
-JSON object.
+Rows are appended to --rows as they finish, and those already there are not run again (those of clicks, text and segment
+are). The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -174,9 +175,9 @@ def write(row: dict[str, Any], store: Path) -> None:
 
 
 def mean_interval(values: list[float]) -> tuple[float, float]:
-    """Mean and half-width of its 95% interval (Student's t; 0 for one value)."""
+    """Mean and half-width of its 95% interval (Student's t, from 11 values on that of 11; 0 for one value)."""
     a = np.asarray(values)
-    t = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}.get(len(a), 2.0)
+    t = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}.get(len(a), 2.23)
     return float(a.mean()), float(t * a.std(ddof=1) / np.sqrt(len(a))) if len(a) > 1 else 0.0
 
 
@@ -246,13 +247,26 @@ def main() -> None:
     parser.add_argument("--data", default="", help="cifar10.tar.gz: train and test folders of small JPEGs")
     parser.add_argument("--rows", default="runs/selection.jsonl", help="where finished rows are kept")
     parser.add_argument("--jobs", type=int, default=8, help="processes that share the device")
-    parser.add_argument("--parts", default="", help="of time,clean,noise,copies,presets,io; all by default")
+    parser.add_argument(
+        "--parts", default="", help="of time,clean,noise,copies,presets,io (the default); clicks,text,segment"
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of clicks, text and segment")
     parser.add_argument("--show", default="", help="print table and figures of a file of rows, and run nothing")
     parser.add_argument("--quick", action="store_true", help="rendered digits on the CPU, within a minute")
     args = parser.parse_args()
+    import elsewhere  # here, since it imports from this file
+
     if args.show:
-        print(json.dumps(figures([json.loads(line) for line in Path(args.show).read_text().splitlines()])))
+        rows = [json.loads(line) for line in Path(args.show).read_text().splitlines()]
+        print(json.dumps(figures(rows) | elsewhere.figures(rows)))
         return
+    parts = args.parts.split(",") if args.parts else ["time", *specs()]
+    known = ["time", *specs(), *elsewhere.PARTS]
+    if unknown := [part for part in parts if part not in known]:
+        parser.error(f"there is no part {unknown[0]!r}; parts are {', '.join(known)}")
+    away = [part for part in parts if part in elsewhere.PARTS]
+    parts = [part for part in parts if part not in elsewhere.PARTS]
+    out: dict[str, Any] = {}
     store = Path(args.rows if not args.quick else "runs/selection-quick.jsonl")
     store.parent.mkdir(parents=True, exist_ok=True)
     if args.quick:
@@ -260,18 +274,21 @@ def main() -> None:
         data = quick_data()
         for spec in quick_specs():
             write(run_one(spec, data, "cpu"), store)
-    else:
+    elif parts:
         if not torch.cuda.is_available() or not args.data:
             parser.error("the full benchmark needs a GPU and --data; use --quick elsewhere")
         have = {key(json.loads(line)) for line in store.read_text().splitlines()} if store.exists() else set()
         data = load(args.data)
-        parts = args.parts.split(",") if args.parts else ["time", *specs()]
         for spec in timed() if "time" in parts else []:
             if key(spec) not in have:
                 write(run_one(spec, data, "cuda"), store)
         wanted = [spec for part in parts if part != "time" for spec in specs()[part]]
         run_all([spec for spec in wanted if key(spec) not in have], args.data, args.jobs, store)
-    print(json.dumps(figures([json.loads(line) for line in store.read_text().splitlines()])))
+    if args.quick or parts:
+        out |= figures([json.loads(line) for line in store.read_text().splitlines()])
+    if away:
+        out |= elsewhere.run(away, args.seeds, store)
+    print(json.dumps(out))
 
 
 if __name__ == "__main__":

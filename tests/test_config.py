@@ -33,6 +33,7 @@ def test_toml_and_python_give_the_same_config(tmp_path):
         scores=(salience.Use(name="loss"), salience.Use(name="staleness", weight=0.5)),
         sampler=salience.Use(name="probability", options={"power": 2.0}),
         keep=salience.Use(name="constant", options={"share": 0.3}),
+        robust="auto",
     )
 
 

@@ -37,7 +37,8 @@ def run(problem, **more):
 
 def test_a_selector_trains_on_fewer_samples_and_still_learns(problem):
     visits, accuracy, selector, optimizer = run(problem, select="epsilon_greedy")
-    assert visits == 4 * 300 + 6 * 120 == selector.ledger.seen.sum()
+    assert visits == selector.visits_expected == selector.ledger.seen.sum()
+    assert 1800 < visits < 2000  # of 3000
     assert accuracy > 0.9
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0, abs=1e-9)  # the schedule ended with the run
 

@@ -101,8 +101,12 @@ class SelectConfig:
     """With constant steps the learning rate is multiplied by (batch / batch_size)^lr_power; 1 is linear scaling."""
     fetch: Fetching | None = None
     """How far plans give way to what is cheap to fetch; None not at all."""
+    robust: float | str = 0.0
+    """Strength of early-learning regularisation in `loss()`, which drops nothing; "auto" follows the estimated noise."""
 
     def __post_init__(self) -> None:
+        if self.robust != "auto" and (not isinstance(self.robust, (int, float)) or self.robust < 0):
+            raise ConfigError(f"select.robust is {self.robust!r}; it must be 'auto' or a number of at least 0.")
         if not 0 < self.pick <= 1:
             raise ConfigError(f"select.pick is {self.pick}; it must be above 0 and at most 1.")
         if self.steps not in ("fewer", "constant"):
@@ -119,6 +123,7 @@ class SelectConfig:
             "pick": self.pick,
             "steps": self.steps,
             "lr_power": self.lr_power,
+            "robust": self.robust,
             **({} if self.fetch is None else {"fetch": asdict(self.fetch)}),
         }
 
@@ -141,6 +146,8 @@ class SelectConfig:
                     raise ConfigError(
                         f"select.{key} is {value!r}; it must be {'a word' if key == 'steps' else 'a number'}."
                     )
+                changes[key] = value
+            elif key == "robust":
                 changes[key] = value
             elif key == "fetch":
                 changes[key] = fetching(value)

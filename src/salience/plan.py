@@ -53,7 +53,7 @@ class Plan:
     lr_scale: float = 1.0
     """Factor on the learning rate that goes with `batch_size`, where that was changed to keep the number of steps."""
     noise: float = 0.0
-    """Share of wrong labels the filters estimated, NaN where they could not tell; the next plan starts from it."""
+    """Share of wrong labels the filters estimated, NaN where they could not tell; `robust="auto"` follows it."""
     ranks: npt.NDArray[np.float16] | None = None
     """Importance of every sample, picked or not, float16 [population]: what a cache should keep. None = all alike."""
     notes: tuple[Note, ...] = field(default=())
@@ -108,6 +108,7 @@ class Plan:
             "batch_size": np.array(self.batch_size),
             "drop_last": np.array(self.drop_last),
             "lr_scale": np.array(self.lr_scale),
+            "noise": np.array(self.noise),
             "ids": self.ids,
             "weights": self.weights,
             "importance": self.importance,
@@ -123,6 +124,7 @@ class Plan:
             batch_size=int(arrays["batch_size"]),
             drop_last=bool(arrays["drop_last"]),
             lr_scale=float(arrays.get("lr_scale", 1.0)),
+            noise=float(arrays.get("noise", 0.0)),
             ids=np.array(arrays["ids"], dtype=np.int64),
             weights=np.array(arrays["weights"], dtype=np.float32),
             importance=np.array(arrays["importance"], dtype=np.float32),

@@ -33,7 +33,6 @@ SECTIONS = (
     "time",
     "selected",
     "filters",
-    "suspects",
     "copies",
     "hard",
     "warnings",

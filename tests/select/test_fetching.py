@@ -153,7 +153,7 @@ def test_plans_are_the_same_for_the_same_stock_and_say_what_was_exchanged(world)
     plans = [Pipeline(config).plan(ledger, window=5, windows=20, batch_size=32, seed=0, stock=stock) for _ in range(2)]
     np.testing.assert_array_equal(plans[0].ids, plans[1].ids)
     assert len(set(plans[0].ids)) == len(plans[0])
-    assert len(plans[0]) == round(0.41 * N) + round(0.1 * (N - round(0.41 * N)))
+    assert len(plans[0]) == (992 + round(0.1 * (N - 992))) // 32 * 32
     assert "exchanged for" in plans[0].notes[-1].reason
     without = Pipeline(dataclasses.replace(config, fetch=None)).plan(
         ledger, window=5, windows=20, batch_size=32, seed=0

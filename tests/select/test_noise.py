@@ -1,4 +1,4 @@
-"""The noise filter tells wrong labels from hard samples, says when there are none, and takes back what it misjudged."""
+"""The judgement of labels: no false alarm where it was not tuned, wrong labels found, misjudged ones taken back."""
 
 from __future__ import annotations
 
@@ -10,130 +10,273 @@ from torch import nn
 
 import salience
 from salience.errors import ConfigError
-from salience.ledger import Ledger
+from salience.ledger import Ledger, Recorder
 from salience.select import Clock, View
-from salience.select.noise import contradiction, direction, disagreement, edge_of, judge, noise, noise_rate, transitions
+from salience.select.noise import (
+    Judgement,
+    calibrated,
+    evidence,
+    fall,
+    judge,
+    noise,
+    odds_of_wrong,
+    spared_classes,
+    surest,
+)
 from salience.select.weights import scaled_weights
 
 N, CLASSES = 3000, 6
 
 
 def history(
-    wrong: np.ndarray, *, windows: int = 8, seed: int = 0, neighbour: bool = False
+    wrong: np.ndarray,
+    *,
+    windows: int = 8,
+    seed: int = 0,
+    neighbour: bool = False,
+    hard: float = 0.1,
+    skill: float = 4.0,
+    label: np.ndarray | None = None,
 ) -> tuple[Ledger, np.ndarray]:
-    """A ledger after training on labels of which `wrong` (bool [N]) are another class; 10% of the rest are hard.
+    """A ledger of a model that gets better over `windows` full windows; `wrong` labels (bool [n]) are another class.
 
-    With `neighbour`, class c is labelled c + 1 and the model has half learnt that habit.
+    A share `hard` of the right ones is learnt late. With `neighbour`, class c is labelled c + 1 and the model half
+    believes it. Whatever label a sample has, the model knows its class.
     """
     rng = np.random.default_rng(seed)
-    truth = rng.integers(0, CLASSES, N)
-    step = 1 if neighbour else rng.integers(1, CLASSES, N)
-    label = np.where(wrong, (truth + step) % CLASSES, truth)
-    hard = ~wrong & (rng.random(N) < 0.1)
-    ledger = Ledger(N)
+    n = len(wrong)
+    truth = rng.integers(0, CLASSES, n) if label is None else label
+    step = 1 if neighbour else rng.integers(1, CLASSES, n)
+    given = np.where(wrong, (truth + step) % CLASSES, truth)
+    slow = ~wrong & (rng.random(n) < hard)
+    ledger = Ledger(n)
+    recorder = Recorder(ledger)
     for window in range(windows):
-        z = rng.normal(0, 1, (N, CLASSES))
-        z[np.arange(N), truth] += np.where(hard, 0.8, 4.0)
+        z = rng.normal(0, 1, (n, CLASSES))
+        learnt = skill * (window + 1) / windows
+        z[np.arange(n), truth] += np.where(slow, 0.4 * learnt, learnt)
         if neighbour:
-            z[np.arange(N), (truth + 1) % CLASSES] += 3.0
+            z[np.arange(n), (truth + 1) % CLASSES] += 0.5 * learnt
         logits = torch.from_numpy(z).float()
-        losses = F.cross_entropy(logits, torch.from_numpy(label), reduction="none")
-        recorder = salience.ledger.Recorder(ledger)
-        recorder.record(np.arange(N), losses, logits, torch.from_numpy(label), window=window)
+        losses = F.cross_entropy(logits, torch.from_numpy(given), reduction="none")
+        recorder.record(np.arange(n), losses, logits, torch.from_numpy(given), window=window)
         recorder.flush()
-    return ledger, hard
+        found = evidence(ledger.label, ledger.vote, ledger.vote_p)
+        ledger.course.append((found.differs, found.rate, float(found.sure), 0.0))
+    return ledger, slow
 
 
-def some(share: float) -> np.ndarray:
-    return np.random.default_rng(5).random(N) < share
+def some(share: float, n: int = N) -> np.ndarray:
+    return np.random.default_rng(5).random(n) < share
 
 
-def verdict(ledger: Ledger, window: int = 8, before: float = 0.0, **options):
-    return noise(View(ledger, Clock(window=window, windows=20, keep=0.4, noise=before)), **options)
+def verdict(ledger: Ledger, window: int = 8, windows: int = 20, **options):
+    return noise(View(ledger, Clock(window=window, windows=windows, keep=0.5)), **options)
 
 
-@pytest.mark.parametrize("share", [0.05, 0.2, 0.4])
+# ---------------------------------------------------------------- are there wrong labels?
+
+
+@pytest.mark.parametrize("share", [0.2, 0.4])
 def test_wrong_labels_are_found_and_counted_and_hard_samples_stay(share):
     wrong = some(share)
-    ledger, hard = history(wrong)
+    ledger, slow = history(wrong)
     said = verdict(ledger)
     left_out = ~said.keep
-    assert left_out[wrong].mean() > 0.8
-    assert left_out[~wrong & ~hard].mean() < 0.01
-    assert left_out[hard].mean() < 0.5
-    assert said.noise == pytest.approx(share, abs=0.06)
-    assert said.share == pytest.approx(min(0.65, 4 * said.noise))
+    assert left_out[wrong].mean() > 0.7
+    assert wrong[left_out].mean() > 0.9
+    assert left_out[slow].mean() < 0.1
+    assert said.noise == pytest.approx(wrong.mean(), abs=0.06)
+    assert said.reason.startswith("wrong labels: the model differs from")
 
 
-def test_clean_labels_are_left_alone_and_hard_samples_may_be_preferred():
-    ledger, _ = history(some(0))
+@pytest.mark.parametrize("skill", [1.0, 2.0, 4.0, 8.0])
+@pytest.mark.parametrize("hard", [0.0, 0.1, 0.5])
+def test_right_labels_are_left_alone_however_much_the_model_has_learnt(skill, hard):
+    ledger, _ = history(some(0), skill=skill, hard=hard)
+    for windows in (8, 20):
+        said = verdict(ledger, windows=windows)
+        assert said.keep is None
+        assert said.force is None
+        assert not said.noise > 0
+
+
+@pytest.mark.parametrize("n", [40, 300, 1200])
+def test_few_samples_with_right_labels_are_left_alone(n):
+    ledger, _ = history(some(0, n), skill=2.0, hard=0.3)
+    assert verdict(ledger).keep is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rare_classes_the_model_has_not_learnt_lose_nothing(seed):
+    """A long tail of right labels: the two rarest classes are given to a frequent one, with certainty."""
+    rng = np.random.default_rng(seed)
+    sizes = [1500, 800, 400, 150, 40, 15]
+    label = np.repeat(np.arange(CLASSES), sizes)
+    ledger, _ = history(np.zeros(len(label), dtype=bool), label=label, seed=seed)
+    rare = np.flatnonzero(label >= 4)
+    ledger.vote[rare] = [0, 1, 2, 3]
+    ledger.vote_p[rare] = [0.97, 0.01, 0.01, 0.01]
+    ledger.confidence[rare] = 0.002 * rng.random(len(rare))
+    assert verdict(ledger).keep is None
+    noisy = np.zeros(len(label), dtype=bool)
+    noisy[: sum(sizes[:4])] = some(0.3, sum(sizes[:4]))
+    ledger, _ = history(noisy, label=label, seed=seed)
+    ledger.vote[rare], ledger.vote_p[rare], ledger.confidence[rare] = [0, 1, 2, 3], [0.97, 0.01, 0.01, 0.01], 0.001
     said = verdict(ledger)
-    assert said.keep is None
-    assert said.noise == 0
-    assert "no sign of wrong labels" in said.reason
+    assert said.keep[rare].all()
+    assert (~said.keep)[noisy].mean() > 0.4
 
 
-def test_a_model_that_has_hardly_learnt_anything_proves_nothing():
-    """One that differs from half of the labels may be at fault itself: neither noise nor the lack of it is claimed."""
-    assert np.isnan(noise_rate(0.5, 0.2, 0.01))
-    assert noise_rate(0.3, 0.02, 0.01) == 0
-    assert noise_rate(0.3, 0.15, 0.01) == 0.15
-    assert noise_rate(0.5, 0.004, 0.01) != 0
+def test_an_alarm_early_in_the_run_of_few_samples_is_not_raised():
+    """What 3,000 clean photographs showed: the surest predictions contradict many labels, fewer in every window."""
+    ledger, _ = history(some(0.3), windows=4)
+    ledger.course[:] = [(0.69, 0.5, 300, 0), (0.63, 0.43, 300, 0), (0.58, 0.3, 300, 0), (0.54, 0.25, 300, 0)]
+    said = judge(ledger)
+    assert said.verdict == "cannot tell"
+    assert np.isnan(said.rate)
+    assert not said.suspects().any()
 
 
-def test_it_waits_for_two_visits_and_leaves_out_only_from_its_start_on():
-    wrong = some(0.2)
-    assert np.isnan(verdict(history(wrong, windows=1)[0]).noise)
+def test_an_alarm_that_later_evidence_does_not_support_is_taken_back_at_once():
+    wrong = some(0.3)
+    ledger, _ = history(wrong)
+    suspected = ~verdict(ledger).keep
+    assert suspected.mean() > 0.15
+    ledger.course.append((0.3, 0.3, 300.0, float(suspected.mean())))
+    assert (~verdict(ledger, window=9).keep).sum() > 0
+    own = np.flatnonzero(ledger.label >= 0)
+    ledger.vote[own, 0], ledger.vote_p[own, 0] = ledger.label[own], 0.9  # looked at again: the model gives the label
+    ledger.vote_p[own, 1:] = 0.01
+    later = verdict(ledger, window=10)
+    assert later.keep is None
+    assert "contradicts fewer of them than before" in later.reason
+
+
+def test_labels_left_out_stay_out_while_the_model_still_contradicts_them():
+    wrong = some(0.3)
+    ledger, _ = history(wrong)
+    ledger.course.append((0.31, 0.25, 300.0, 0.25))
+    ledger.course.append((0.30, 0.15, 300.0, 0.25))  # held out, they are given with less certainty
+    said = verdict(ledger, window=10)
+    assert (~said.keep)[wrong].mean() > 0.7
+    assert "before they were left out" in said.reason
+
+
+def test_it_waits_for_a_few_visits_and_leaves_out_only_from_its_start_on():
+    wrong = some(0.3)
+    few = verdict(history(wrong, windows=2)[0])
+    assert np.isnan(few.noise)
+    assert "fewer than 3" in few.reason
     ledger, _ = history(wrong)
     early = verdict(ledger, window=3, start=0.3)
     assert early.keep is None
-    assert np.isnan(early.noise)
-    assert verdict(history(some(0))[0], window=3, start=0.3).noise == 0
+    assert early.reason.startswith("waits until 30% of the run")
+    assert early.noise > 0.2
     assert (~verdict(ledger, window=6, start=0.3).keep).any()
 
 
+def test_a_model_at_fault_is_not_blamed_on_the_labels():
+    ledger, _ = history(some(0.9))
+    said = verdict(ledger)
+    assert said.keep is None
+    assert "learnt too little" in said.reason
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 3.0, 4.0])
+def test_the_fall_of_contradictions_is_a_slope_with_an_error(power):
+    rng = np.random.default_rng(0)
+    d = np.linspace(0.5, 0.41, 8)
+    s = rng.binomial(20_000, 0.3 * (d / 0.5) ** power) / 20_000
+    slope, error = fall([(float(a), float(b), 20_000.0, 0.0) for a, b in zip(d, s, strict=True)])
+    assert abs(slope - power) < 3 * error < 1
+    with_left_out = [(0.5, 0.3, 2000.0, 0.0), (0.45, 0.25, 2000.0, 0.1), (0.41, 0.2, 2000.0, 0.1)]
+    assert np.isnan(fall(with_left_out)[0])
+    assert np.isnan(fall([(0.5, 0.3, 2000.0, 0.0)] * 5)[0])
+
+
+# ---------------------------------------------------------------- which are they?
+
+
 def test_labels_that_went_astray_one_way_are_told_by_their_direction():
-    """Class c is labelled c + 1 in 40%, and the model all but believes it: margins alone say little."""
-    wrong = some(0.4)
+    """Class c is labelled c + 1 in 30%, and the model half believes it: margins alone say little."""
+    wrong = some(0.3)
     ledger, _ = history(wrong, neighbour=True)
 
     def auroc(score: np.ndarray) -> float:
         rank = np.argsort(np.argsort(score))
         return (rank[wrong].mean() - (wrong.sum() - 1) / 2) / (~wrong).sum()
 
-    plain = contradiction(ledger.margin, ledger.label)
-    told = judge(ledger, before=0.3).suspicion
-    assert auroc(told) > auroc(plain) + 0.02
-    table = transitions(ledger.label, ledger.guess, ledger.guess_p)
-    assert np.diag(table, 1).min() > 1.5 * np.diag(table, -1).max()
-    both_ways = direction(ledger.label, ledger.other, (table + table.T) / 2)
-    np.testing.assert_allclose(both_ways, 0, atol=1e-6)
+    found = evidence(ledger.label, ledger.vote, ledger.vote_p)
+    odds = odds_of_wrong(ledger.label, ledger.vote, ledger.vote_p, ledger.confidence, found.transitions)
+    assert auroc(odds) > auroc(-ledger.margin) + 0.01
+    k = np.arange(CLASSES)
+    forth, back = found.transitions.of(k, (k + 1) % CLASSES), found.transitions.of(k, (k - 1) % CLASSES)
+    assert forth.min() > 5 * back.max()
 
 
-def test_what_was_left_out_is_looked_at_again_with_weight_zero_and_taken_back_if_it_was_misjudged():
+def test_stated_probabilities_average_to_the_rate_and_mean_what_they_say():
+    wrong = some(0.2, 12_000)
+    said = judge(history(wrong, hard=0.2)[0])
+    assert np.nanmean(said.wrong) == pytest.approx(said.rate, abs=0.01)
+    sure = said.wrong > 0.9
+    assert sure.sum() > 500
+    assert wrong[sure].mean() > 0.85
+    assert wrong[said.wrong < 0.1].mean() < 0.1
+
+
+def test_calibration_keeps_the_order_and_hits_the_rate():
+    odds = np.random.default_rng(0).gamma(0.5, 1, 5000).astype(np.float32)
+    p = calibrated(odds, np.ones(5000, dtype=bool), 0.1)
+    assert p.mean() == pytest.approx(0.1, abs=0.001)
+    assert (np.diff(p[np.argsort(odds)]) >= 0).all()
+    assert np.isfinite(calibrated(np.zeros(10, dtype=np.float32), np.ones(10, dtype=bool), 0.2)).all()
+
+
+def test_the_surest_tenth_is_taken_of_each_class_alike():
+    guess = np.repeat([0, 1], 1000)
+    p = np.concatenate((np.linspace(0.9, 1, 1000), np.linspace(0.3, 0.5, 1000))).astype(np.float32)
+    sure = surest(guess, p)
+    assert (sure[:1000].sum(), sure[1000:].sum()) == (100, 100)
+    assert sure[900:1000].all()
+    assert sure[1900:].all()
+    assert surest(np.array([3]), np.array([0.5], dtype=np.float32)).all()
+
+
+def test_classes_that_are_small_poorly_learnt_or_would_lose_too_much_are_left_alone():
+    label = np.repeat([0, 1, 2, 3], [200, 20, 200, 200])
+    guess = np.where(label == 2, 0, label)
+    suspect = np.zeros(len(label), dtype=bool)
+    suspect[label == 3] = np.arange(200) < 190
+    spared = spared_classes(label, guess, suspect)
+    assert [bool(spared[label == c].all()) for c in range(4)] == [False, True, True, True]
+    assert not spared[label == 0].any()
+
+
+def test_a_million_classes_are_judged_in_little_memory():
+    n = 40_000
+    label = np.random.default_rng(0).integers(0, 1_000_000, n).astype(np.int32)
+    vote = np.stack([label, label + 1, label + 2, label + 3], axis=1)
+    vote_p = np.tile(np.array([0.7, 0.1, 0.1, 0.1], dtype=np.float16), (n, 1))
+    found = evidence(label, vote, vote_p)
+    assert found.differs == 0
+    assert len(found.transitions.key) == 0
+    assert spared_classes(label, vote[:, 0], np.zeros(n, dtype=bool)).all()
+
+
+# ---------------------------------------------------------------- what the filter does
+
+
+def test_what_was_left_out_is_looked_at_again_with_weight_zero():
     wrong = some(0.3)
     ledger, _ = history(wrong)
     ledger.last_seen[:] = 7
-    ledger.last_seen[wrong] = 4
-    said = verdict(ledger)
-    assert said.force[wrong].mean() > 0.8
+    ledger.last_seen[wrong] = 5
+    said = verdict(ledger, revisit=3)
+    assert said.force[wrong].mean() > 0.7
     assert not said.force[~wrong].any()
     np.testing.assert_array_equal(said.factor == 0, said.force)
-    misjudged = np.flatnonzero(said.force)[:5]
-    ledger.margin[misjudged], ledger.guess[misjudged], ledger.last_seen[misjudged] = 3.0, ledger.label[misjudged], 8
-    assert verdict(ledger, window=9, before=said.noise).keep[misjudged].all()
-
-
-def test_old_margins_are_compared_with_those_of_their_time():
-    wrong = some(0.3)
-    ledger, _ = history(wrong)
-    before = ~verdict(ledger).keep
-    ledger.last_seen[~before] = 9
-    ledger.last_seen[np.flatnonzero(~before)[::10]] = 7  # not drawn since, like those left out
-    fresh = ledger.last_seen == 9
-    ledger.margin[fresh] *= 3  # the model got surer, so that old margins look small
-    assert (contradiction(ledger.margin, ledger.label)[before] < 0.75).mean() > 0.5
-    assert (~verdict(ledger, window=10, before=0.3).keep)[before].mean() > 0.9
+    assert not verdict(ledger, window=19, revisit=3).force.any(), "after the last window nobody would use it"
 
 
 def test_suspected_samples_may_weigh_less_instead():
@@ -145,52 +288,19 @@ def test_suspected_samples_may_weigh_less_instead():
     assert wrong[said.factor < 1].mean() > 0.85
 
 
-def test_the_estimate_is_remembered_while_labels_still_look_wrong_and_forgotten_when_they_do_not():
-    wrong = some(0.3)
-    ledger, _ = history(wrong)
-    ledger.guess_p[wrong] = 0.3  # left out and not looked at since: the model is surer of others by now
-    assert judge(ledger).rate < 0.1 or np.isnan(judge(ledger).rate)
-    assert judge(ledger, before=0.3).rate == pytest.approx(0.99 * 0.3)
-    healed, _ = history(some(0))
-    assert judge(healed, before=0.5).rate < 0.1
-    assert judge(healed, before=0.005).rate == 0
-
-
-def test_it_refuses_when_nearly_everything_is_suspected():
-    ledger, _ = history(some(0.9))
-    said = verdict(ledger, before=0.5)
-    assert said.keep is None
-    assert "refused" in said.reason
-
-
 def test_a_class_with_one_sample_and_unknown_classes_do_no_harm():
-    ledger, _ = history(some(0.2))
+    ledger, _ = history(some(0.3))
     ledger.label[0] = CLASSES
-    assert np.isfinite(judge(ledger).suspicion).all()
-    assert verdict(Ledger(N)).keep is None
+    assert judge(ledger).verdict == "wrong labels"
+    for empty in (Ledger(N), Ledger(1)):
+        assert verdict(empty).keep is None
+        assert judge(empty).verdict == "cannot tell"
     unknown = Ledger(N)
     unknown.seen[:] = 5
     assert verdict(unknown).keep is None
-    assert disagreement(unknown.label, unknown.guess, unknown.guess_p) == (0.0, 0.0)
 
 
-def test_the_surest_tenth_is_taken_of_each_class_alike():
-    guess = np.repeat([0, 1], 1000)
-    p = np.concatenate((np.linspace(0.9, 1, 1000), np.linspace(0.3, 0.5, 1000))).astype(np.float16)
-    label = guess.copy()
-    label[-50:] = 0  # half of the surest tenth of class 1, none of class 0
-    wrong, sure = disagreement(label, guess, p)
-    assert wrong == 50 / 2000
-    assert sure == pytest.approx(0.25, abs=0.02)
-
-
-def test_not_many_more_are_suspected_than_are_wrong():
-    s = np.random.default_rng(0).random(10_000).astype(np.float32) * 2
-    assert edge_of(s, 0.6) == 0.75
-    assert (s > edge_of(s, 0.1)).mean() == pytest.approx(0.125, abs=0.001)
-
-
-@pytest.mark.parametrize("options", [{"start": 2}, {"weight": -1}, {"lowest": 0}, {"revisit": 0}])
+@pytest.mark.parametrize("options", [{"start": 2}, {"weight": -1}, {"over": 1.5}, {"revisit": 0}])
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         verdict(Ledger(N), **options)
@@ -204,28 +314,55 @@ def test_scaled_weights_keep_their_mean():
     assert nothing.tolist() == [1, 1, 1]
 
 
-def test_a_real_run_on_noisy_labels_leaves_out_mostly_wrong_ones():
-    g = torch.Generator().manual_seed(0)
-    x = torch.randn(2000, 20, generator=g)
-    truth = (x @ torch.randn(20, 4, generator=g)).argmax(1)
-    wrong = torch.rand(2000, generator=g) < 0.3
-    y = torch.where(wrong, (truth + torch.randint(1, 4, (2000,), generator=g)) % 4, truth)
-    selector = salience.Selector(2000, batch_size=50, epochs=12, select="default")
+def trained(x: torch.Tensor, y: torch.Tensor, classes: int, *, epochs: int = 16, lr: float = 0.1) -> salience.Selector:
+    """A small network trained with `default`."""
+    selector = salience.Selector(len(y), batch_size=50, epochs=epochs, select="default", labels=y)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = nn.Linear(20, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(12):
+        model = nn.Sequential(nn.Linear(x.shape[1], 32), nn.ReLU(), nn.Linear(32, classes))
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for _ in range(epochs):
         for ids, _ in selector:
             logits = model(x[ids])
             loss = selector.loss(F.cross_entropy(logits, y[ids], reduction="none"), logits, y[ids])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    left_out = np.ones(2000, dtype=bool)
-    left_out[selector.plan.ids] = False
-    assert left_out.sum() > 200
-    assert wrong.numpy()[left_out].mean() > 0.85
+    return selector
+
+
+def problem(n: int, wrong: float, *, classes: int = 4, seed: int = 0, blur: float = 0.0):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 20, generator=g)
+    truth = (x @ torch.randn(20, classes, generator=g) + blur * torch.randn(n, classes, generator=g)).argmax(1)
+    bad = torch.rand(n, generator=g) < wrong
+    y = torch.where(bad, (truth + torch.randint(1, classes, (n,), generator=g)) % classes, truth)
+    return x, y, bad.numpy()
+
+
+def left_out(selector: salience.Selector) -> np.ndarray:
+    out = np.ones(selector.n, dtype=bool)
+    out[selector.plan.ids] = False
+    return out
+
+
+def test_a_real_run_on_noisy_labels_leaves_out_mostly_wrong_ones():
+    x, y, bad = problem(4000, 0.3)
+    out = left_out(trained(x, y, 4))
+    assert out.sum() > 400
+    assert bad[out].mean() > 0.85
+
+
+@pytest.mark.parametrize(
+    ("n", "classes", "blur", "epochs", "lr"),
+    [(4000, 4, 0.0, 16, 0.1), (600, 4, 3.0, 16, 0.1), (2000, 10, 2.0, 8, 0.01), (3000, 30, 1.0, 12, 0.1)],
+    ids=["easy", "few and random outcomes", "undertrained", "many classes"],
+)
+def test_a_real_run_on_right_labels_leaves_nothing_out_at_its_end(n, classes, blur, epochs, lr):
+    x, y, _ = problem(n, 0.0, classes=classes, blur=blur)
+    selector = trained(x, y, classes, epochs=epochs, lr=lr)
+    assert not left_out(selector).any()
+    assert not selector.plan.noise > 0
 
 
 def test_without_logits_the_filter_is_off_and_that_is_said(caplog):
@@ -248,3 +385,11 @@ def test_suspected_labels_can_be_replaced_by_the_models_and_only_if_you_ask():
     assert (better.numpy() == truth[ids.numpy()])[changed].mean() > 0.9
     with pytest.raises(salience.LossError, match="pass them all"):
         selector.relabelled(given[:3])
+
+
+def test_a_judgement_without_a_verdict_suspects_nobody():
+    nothing = np.full(4, np.nan, dtype=np.float32)
+    said = Judgement(
+        wrong=nothing, verdict="cannot tell", rate=float("nan"), evidence="", spared=np.zeros(4, dtype=bool)
+    )
+    assert not said.suspects().any()

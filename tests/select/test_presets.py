@@ -28,7 +28,7 @@ def known(losses) -> Ledger:
 def planned(name: str, ledger: Ledger, window: int, reference=None, windows: int = 10) -> list[int]:
     found = None if reference is None else reference_of(reference, ledger.n)
     pipeline = Pipeline(preset(name), reference=found, strict=True)
-    plan = pipeline.plan(ledger, window=window, windows=windows, batch_size=4, seed=0)
+    plan = pipeline.plan(ledger, window=window, windows=windows, batch_size=1, seed=0)
     assert (plan.weights == 1).all()
     return sorted(plan.ids.tolist())
 

@@ -256,7 +256,7 @@ class Files(Dataset):
 @pytest.mark.parametrize("part", [False, True])
 def test_byte_copies_come_with_the_batches_at_no_extra_read(workers, part):
     data = Subset(Files(), range(6, 30)) if part else Files()
-    loader = salience.Loader(data, 8, epochs=4, select=ONCE, num_workers=workers)
+    loader = salience.Loader(data, 1, epochs=4, select=ONCE, num_workers=workers)
     sizes: list[int] = []
     for _ in range(4):
         for x, y in loader:

@@ -95,7 +95,7 @@ def test_a_baseline_without_results_is_refused(tmp_path):
 def train(metrics, baseline, *, stop=None, state=None):
     """Windows of a run whose evaluation after window k gives metrics[k]: visits of each, and the run."""
     selector = salience.Selector(
-        100, batch_size=10, epochs=EPOCHS, select={"preset": "uniform", "keep": "auto"}, baseline=baseline
+        100, batch_size=1, epochs=EPOCHS, select={"preset": "uniform", "keep": "auto"}, baseline=baseline
     )
     if state is not None:
         selector.load_state_dict(state)

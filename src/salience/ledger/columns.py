@@ -65,5 +65,19 @@ CLASS_LIMIT = int(np.iinfo(np.int16).max)
 """Classes above it have no place in the column `other`."""
 
 
+VOTES = 4
+"""Classes whose averaged probability is kept per sample: `vote` int32 and `vote_p` float16, [n, VOTES], the likeliest first.
+
+Memory of their own beside the columns, 24 bytes per sample, which the system hands out only once logits are recorded.
+"""
+VOTE_DECAY = 0.7
+"""Weight of what was known before in the averaged prediction, per window since the last visit (the beta of early-learning
+regularisation). It counts windows rather than visits: rare visits are not averaged over a longer past."""
+
+
 def bytes_per_sample() -> int:
     return sum(np.dtype(column.dtype).itemsize for column in COLUMNS.values())
+
+
+def vote_bytes_per_sample() -> int:
+    return VOTES * (np.dtype(np.int32).itemsize + np.dtype(np.float16).itemsize)

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from salience.errors import Misattributed
-from salience.ledger.columns import bytes_per_sample
-from salience.ledger.ledger import Ids, Ledger, shared_folder
+from salience.ledger.ledger import Ids, Ledger, block_bytes, shared_folder
 from salience.ledger.statistics import FEATURE_ROWS, LOGIT_ROWS, LOSS_ROWS, NORM_ROWS, TARGET_ROWS
 
 _KINDS: tuple[tuple[str, ...], ...] = ((), LOSS_ROWS, TARGET_ROWS, LOGIT_ROWS, NORM_ROWS, FEATURE_ROWS)
@@ -46,7 +45,7 @@ class Group:
         """A ledger in shared memory, created by the node's first rank and opened by its others."""
         token = torch.tensor([os.getpid()], dtype=torch.int64)
         owner = int(self._gather(token)[self.node_leader])
-        path = shared_folder(n * bytes_per_sample()) / f"salience-{_node():x}-{owner}"
+        path = shared_folder(block_bytes(n)) / f"salience-{_node():x}-{owner}"
         ledger = Ledger.shared(n, path, create=True) if self.leads_node else None
         self.barrier()
         ledger = ledger or Ledger.shared(n, path, create=False)

@@ -15,7 +15,16 @@ import numpy.typing as npt
 import torch
 
 from salience.errors import ConfigError, Misattributed, StateError
-from salience.ledger.columns import CLASS_LIMIT, COLUMNS, COUNT_LIMIT, bytes_per_sample
+from salience.ledger.columns import (
+    CLASS_LIMIT,
+    COLUMNS,
+    COUNT_LIMIT,
+    VOTE_DECAY,
+    VOTES,
+    bytes_per_sample,
+    vote_bytes_per_sample,
+)
+from salience.ledger.statistics import CLASSES
 
 Array = npt.NDArray[Any]
 Ids = npt.NDArray[np.int64]
@@ -29,12 +38,12 @@ class Ledger:
     """Columns of `COLUMNS` over `n` samples, each an attribute: `ledger.mean_loss` is a float32 array [n]."""
 
     def __init__(self, n: int, *, memory: mmap.mmap | None = None, fresh: bool = True) -> None:
-        """`memory` is a block of `n * bytes_per_sample()` bytes shared by several processes; by default a private one."""
+        """`memory` is a block of `block_bytes(n)` bytes shared by several processes; by default a private one."""
         if n < 1:
             raise ConfigError(f"The data set has {n} samples; a ledger needs at least one.")
         self.n = n
         self.memory = memory
-        block: Any = memory if memory is not None else np.empty(n * bytes_per_sample(), dtype=np.uint8)
+        block: Any = memory if memory is not None else np.zeros(block_bytes(n), dtype=np.uint8)
         self._columns: dict[str, Array] = {}
         offset = 0
         for name, column in sorted(COLUMNS.items(), key=lambda item: -np.dtype(item[1].dtype).itemsize):
@@ -43,11 +52,21 @@ class Ledger:
             self._columns[name] = array
             if fresh:
                 array[:] = column.first
+        offset = -(-offset // 4) * 4
+        self.vote: npt.NDArray[np.int32] = np.frombuffer(block, np.int32, n * VOTES, offset).reshape(n, VOTES)
+        """Likeliest classes by the predictions of all visits, averaged, likeliest first, int32 [n, VOTES]."""
+        self.vote_p: npt.NDArray[np.float16] = np.frombuffer(
+            block, np.float16, n * VOTES, offset + self.vote.nbytes
+        ).reshape(n, VOTES)
+        """Their averaged probabilities, float16 [n, VOTES]; 0 = none."""
+        self.course: list[tuple[float, float, float, float]] = []
+        """How often predictions contradicted labels, one row per window: of all, where surest, how many those are, and the
+        share of samples that the window before had left out for their labels."""
 
     @classmethod
     def shared(cls, n: int, path: Path, *, create: bool) -> Ledger:
         """A ledger in a memory-mapped file, one copy for all processes of a node; the caller unlinks the file."""
-        size = n * bytes_per_sample()
+        size = block_bytes(n)
         with path.open("w+b" if create else "r+b") as file:
             if create:
                 os.posix_fallocate(file.fileno(), 0, size)  # a full /dev/shm fails here, not later by SIGBUS
@@ -70,7 +89,7 @@ class Ledger:
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in self._columns.values())
+        return sum(array.nbytes for array in self._columns.values()) + self.vote.nbytes + self.vote_p.nbytes
 
     def set_labels(self, labels: npt.ArrayLike) -> None:
         """Set the class of every sample, int [n]."""
@@ -132,6 +151,7 @@ class Ledger:
         var = self.var_loss[ids]
         if first.any():
             step[first] = var[first] = 0
+        waited = np.maximum(window - self.last_seen[ids], 1)
         self.last_loss[ids] = loss
         self.mean_loss[ids] = loss - (1 - SMOOTHING) * step
         self.var_loss[ids] = (1 - SMOOTHING) * (var + SMOOTHING * step * step)
@@ -141,11 +161,11 @@ class Ledger:
         if trained:
             self.trained[ids] = _saturated(self.trained[ids], new)
         if "margin" in rows:
-            self._update_classified(ids, rows, new)
+            self._update_classified(ids, rows, new, waited)
         if "grad_norm" in rows:
             self.grad_norm[ids] = rows["grad_norm"]
 
-    def _update_classified(self, ids: Ids, rows: Rows, new: Any) -> None:
+    def _update_classified(self, ids: Ids, rows: Rows, new: Any, waited: Array) -> None:
         label = rows["target"].astype(np.int32)
         guess = rows["guess"].astype(np.int32)
         before = self.guess[ids]
@@ -162,16 +182,25 @@ class Ledger:
         for name in ("confidence", "guess_p"):
             self[name][ids] = _half(_smoothed(_single(self[name][ids]), rows[name]))
         self.margin_sum[ids] += margin * new
+        if "p_0" in rows:
+            classes = np.stack([rows[name] for name in CLASSES], axis=1).astype(np.int32)
+            p = np.stack([rows[f"p_{k}"] for k in range(VOTES)], axis=1)
+            decay = (VOTE_DECAY ** waited.astype(np.float32))[:, None]
+            self.vote[ids], strength = averaged_votes(self.vote[ids], _single(self.vote_p[ids]), classes, p, decay)
+            self.vote_p[ids] = _half(strength)
 
     def _count(self, name: str, ids: Ids, times: Array) -> None:
         self[name][ids] = _saturated(self[name][ids], times.astype(np.uint16))
 
     def state_dict(self) -> dict[str, Array]:
-        """A copy of every column."""
-        return {name: self[name].copy() for name in COLUMNS}
+        """A copy of every column, the votes and the course of the run."""
+        votes = {"vote": self.vote.copy(), "vote_p": self.vote_p.copy()} if self.vote_p[:, 0].any() else {}
+        course = {"course": np.array(self.course, dtype=np.float64)} if self.course else {}
+        return {**{name: self[name].copy() for name in COLUMNS}, **votes, **course}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         arrays = {name: np.asarray(state[name]) for name in state}
+        vote, vote_p, course = (arrays.pop(name, None) for name in ("vote", "vote_p", "course"))
         lengths = {array.shape for array in arrays.values()}
         if lengths != {(self.n,)}:
             raise StateError(
@@ -180,6 +209,37 @@ class Ledger:
             )
         for name, column in COLUMNS.items():
             self[name][:] = arrays.get(name, np.asarray(column.first))
+        for mine, theirs in ((self.vote, vote), (self.vote_p, vote_p)):
+            if theirs is not None and theirs.shape != mine.shape:
+                raise StateError(f"The saved ledger has votes of shape {theirs.shape}, wanted {mine.shape}.")
+            mine[:] = 0 if theirs is None else theirs
+        if course is not None and (course.ndim != 2 or course.shape[1] != 4):
+            raise StateError(
+                f"The course of the saved ledger has shape {course.shape}; it must be four numbers per window."
+            )
+        self.course = [] if course is None else [(float(d), float(s), float(m), float(o)) for d, s, m, o in course]
+
+
+def block_bytes(n: int) -> int:
+    """Bytes of a ledger over `n` samples: the columns and the votes behind them."""
+    return -(-n * bytes_per_sample() // 4) * 4 + n * vote_bytes_per_sample()
+
+
+def averaged_votes(vote: Array, strength: Array, classes: Array, p: Array, decay: Array) -> tuple[Array, Array]:
+    """Fold one more prediction per sample into its votes, [B, VOTES] each, the likeliest first; `decay` is b, [B, 1].
+
+    t <- b t + (1 - b) p, over the classes either side names; the VOTES strongest stay. The first prediction is taken as
+    it is.
+    """
+    first = strength[:, :1] <= 0
+    old = np.where(first, 0, decay * strength)
+    new = np.where(first, p, (1 - decay) * p)
+    same = (vote[:, :, None] == classes[:, None, :]) & (old[:, :, None] > 0)  # [B, old, new]
+    old = old + (same * new[:, None, :]).sum(axis=2)
+    new = np.where(same.any(axis=1), 0, new)
+    both, which = np.concatenate((old, new), axis=1), np.concatenate((vote, classes), axis=1)
+    order = np.argsort(-both, axis=1, kind="stable")[:, :VOTES]
+    return np.take_along_axis(which, order, axis=1), np.take_along_axis(both, order, axis=1)
 
 
 def id_order(ids: Ids) -> npt.NDArray[np.int64]:
@@ -224,7 +284,7 @@ def _average_doubles(ids: Ids, rows: Rows) -> tuple[Ids, Rows, Array]:
     last[group] = np.arange(len(ids))
     averaged = {
         name: row[last]
-        if name in ("target", "guess", "other")
+        if name in ("target", "guess", "other") or name.startswith(("class_", "p_"))
         else (np.bincount(group, weights=row, minlength=len(unique)) / times).astype(np.float32)
         for name, row in rows.items()
     }

@@ -1,4 +1,4 @@
-"""Per-sample statistics of a batch: reduced on its own device to nine numbers a sample, finished on the host."""
+"""Per-sample statistics of a batch: reduced on its own device to thirteen numbers per sample, finished on the host."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from salience.ledger.columns import VOTES
+
 LOSS_ROWS = ("loss",)
 NORM_ROWS = ("grad_square", "grad_scale")
 """Known only after the backward pass, so they travel by themselves: |scale * gradient|^2 and the scale."""
 FEATURE_ROWS = tuple(f"feature{k}" for k in range(128))
 """A sample's features; they go to the Embeddings, not into the ledger."""
 TARGET_ROWS = ("loss", "target")
-LOGIT_ROWS = ("loss", "target", "log_label", "log_first", "log_second", "guess", "second", "squares", "entropy")
-"""What travels: log p of the label, of the likeliest and the second class, these two classes, sum p^2, entropy."""
+LIKELIEST = tuple(f"log_{k}" for k in range(VOTES))
+CLASSES = tuple(f"class_{k}" for k in range(VOTES))
+LOGIT_ROWS = ("loss", "target", "log_label", "squares", "entropy", *LIKELIEST, *CLASSES)
+"""What travels: log p of the label, sum p^2, entropy, log p of the likeliest classes and which they are."""
+NONE = -2e4
+"""log p of a class that does not exist; clamped log p are never below -1e4."""
 
 
 def reduce_batch(losses: Tensor, logits: Tensor | None, targets: Tensor | None) -> tuple[tuple[str, ...], Tensor]:
@@ -38,12 +44,16 @@ def reduce_batch(losses: Tensor, logits: Tensor | None, targets: Tensor | None) 
         log_p = torch.log_softmax(z.t().contiguous() if dim == 0 else z, dim, dtype=torch.float32)
         log_p = log_p.clamp_min_(-1e4)  # 0 log 0 = 0 where a logit is -inf
         p = log_p.exp()
-        first, order = log_p.topk(min(2, z.shape[1]), dim)
+        few = min(VOTES, z.shape[1])
+        first, order = log_p.topk(few, dim)
         picked = log_p.gather(dim, label.to(torch.int64).unsqueeze(dim)).select(dim, 0)
         squares, entropy = torch.linalg.vecdot(p, p, dim=dim), torch.linalg.vecdot(p, log_p, dim=dim)
-        top, second = first.select(dim, 0), first.select(dim, first.shape[dim] - 1)
-        guess, next_guess = order.select(dim, 0), order.select(dim, order.shape[dim] - 1)
-        return LOGIT_ROWS, torch.stack((loss, label, picked, top, second, guess, next_guess, squares, -entropy))
+        # Fewer classes than votes: the last one again, with no probability.
+        values = [
+            first.select(dim, min(k, few - 1)) if k < few else torch.full_like(picked, NONE) for k in range(VOTES)
+        ]
+        which = [order.select(dim, min(k, few - 1)) for k in range(VOTES)]
+        return LOGIT_ROWS, torch.stack((loss, label, picked, squares, -entropy, *values, *which))
 
 
 def finish(rows: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, npt.NDArray[np.float32]]:
@@ -62,9 +72,11 @@ def finish(rows: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, npt.NDArray
         return {"grad_norm": (np.sqrt(rows["grad_square"]) / scale).astype(np.float32)}
     if "log_label" not in rows:
         return dict(rows)
-    log_label, top, second = rows["log_label"], rows["log_first"], rows["log_second"]
+    log_label, top = rows["log_label"], rows["log_0"]
+    second = np.where(rows["log_1"] == NONE, top, rows["log_1"])
+    guess, next_guess = rows["class_0"], rows["class_1"]
     p_label = np.exp(log_label)
-    right = rows["guess"] == rows["target"]
+    right = guess == rows["target"]
     return {
         "loss": rows["loss"],
         "target": rows["target"],
@@ -72,7 +84,9 @@ def finish(rows: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, npt.NDArray
         "el2n": np.sqrt(np.maximum(rows["squares"] - 2 * p_label + 1, 0)),
         "entropy": rows["entropy"],
         "confidence": p_label,
-        "guess": rows["guess"],
-        "other": np.where(right, rows["second"], rows["guess"]),
+        "guess": guess,
+        "other": np.where(right, next_guess, guess),
         "guess_p": np.exp(top),
+        **{f"p_{k}": np.exp(rows[f"log_{k}"]) for k in range(VOTES)},
+        **{name: rows[name] for name in CLASSES},
     }

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from salience.report.words import cost, count, shorter_of
+
 
 def render(summary: dict[str, Any], *, names: Sequence[str] | None = None, shown: int = 8) -> str:
     """Plain text for an `observed` event's summary; `names` are class names."""
@@ -18,23 +20,41 @@ def render(summary: dict[str, Any], *, names: Sequence[str] | None = None, shown
 
 
 def _headline(summary: dict[str, Any]) -> str:
-    forecast = summary["forecast"]
-    lines = [
+    seen = (
         f"{summary['seen']:,} of {summary['samples']:,} samples seen, {summary['visits']:,} visits, "
-        f"mean loss {summary['mean_loss']:.3f}.",
-        f"Forecast: over {_count(forecast['windows'], 'epoch')} selection would make {forecast['visits']:,} visits instead of "
-        f"{forecast['visits_full']:,} ({forecast['saved']:.0%} fewer).",
-    ]
+        f"mean loss {summary['mean_loss']:.3f}."
+    )
+    told = _forecast(summary["forecast"]) if summary.get("selected") is None else _selected(summary)
+    return "\n".join([seen, *told])
+
+
+def _selected(summary: dict[str, Any]) -> list[str]:
+    """What a run that selects has saved."""
+    made = summary["selected"]
+    when = "Over" if made["windows"] == summary["forecast"]["windows"] else "So far, over"
+    return [f"{when} {count(made['windows'], 'epoch')}, selection made {_visits(made)}."]
+
+
+def _forecast(forecast: dict[str, Any]) -> list[str]:
+    """Whether less would do, and what selection would save."""
+    found = shorter_of(forecast)
+    over = f"over {count(forecast['windows'], 'epoch')}"
+    lines = cost(found, forecast["windows"])
+    if found.rising:
+        lines.append(f"Selection is not advised for this run; {over} it would make {_visits(forecast)}.")
+    else:
+        lines.append(f"Forecast: {over} selection would make {_visits(forecast)}.")
     if forecast["skipped_mean_loss"] is not None:
+        skipped = round((forecast["visits_full"] - forecast["visits"]) / forecast["windows"])
         lines.append(
-            f"In the middle of the run it would skip {forecast['skipped_in_middle']:,} samples an epoch, whose mean "
-            f"loss is {forecast['skipped_mean_loss']:.3f}."
+            f"It would skip {skipped:,} samples per epoch, {forecast['skipped_in_middle']:,} in the middle of the run, where "
+            f"their mean loss is {forecast['skipped_mean_loss']:.3f}."
         )
-    return "\n".join(lines)
+    return lines
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+def _visits(told: dict[str, Any]) -> str:
+    return f"{told['visits']:,} visits instead of {told['visits_full']:,} ({told['saved']:.0%} fewer)"
 
 
 def _name(index: int, names: Sequence[str] | None) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from salience.report.known import Known
 from salience.report.log import number
 from salience.select import PRESETS, preset
+from salience.select.enough import Shorter
 from salience.select.findings import Findings, class_name
 
 SUSPECTS, HARDEST, GROUPS, MEMBERS = 24, 12, 6, 4
@@ -153,6 +154,8 @@ class Story:
     known: Known | None
     forecast: Mapping[str, float] | None
     """What selection would have saved, where the run only observed."""
+    shorter: Shorter | None
+    """What a run with as many visits on all data would have lost; None where this one selected."""
     treated: Treated | None
     asides: tuple[str, ...]
     """What else was done beside the training."""
@@ -200,6 +203,11 @@ class Story:
     def selects(self) -> bool:
         """Whether the run was told to, or `auto` did."""
         return self.run.get("select", "observe") != "observe" or any(w.picked < w.population for w in self.windows)
+
+    @property
+    def epochs(self) -> int:
+        """Epochs the run was to have; those in the log where it was not told."""
+        return max(1, int(number(self.run.get("epochs"), len(self.windows))))
 
     @property
     def arm(self) -> str:

@@ -27,6 +27,7 @@ from salience.report.story import (
     shown,
 )
 from salience.report.words import count
+from salience.select.enough import Shorter, shorter
 from salience.select.findings import CopyGroup, Findings, Groups, Hard, Suspect, findings
 
 KINDS = (
@@ -82,6 +83,7 @@ def tell(
         findings=found,
         known=None if ledger is None else know(ledger, windows=round(sum(w.done for w in windows)), visits=visits),
         forecast=next(iter(reversed(made("observed", _forecast))), None),
+        shorter=None,
         treated=next(iter(reversed(made("treat", _treated))), None),
         asides=(*dict.fromkeys(made("signals", lambda event: str(event["text"]))), *_scored(made("scored", _samples))),
         steered=tuple(made("steered", _steered)),
@@ -91,6 +93,7 @@ def tell(
         warnings=tuple(texts.items()),
         notes=(*said, *_left_out(events, odd)),
     )
+    story = replace(story, shorter=_shorter(story))
     return story if file is None else _with_files(story, file)
 
 
@@ -218,8 +221,8 @@ def _findings(event: Event) -> Findings:
         weak=str(event.get("weak") or ""),
         suspects=tuple(
             Suspect(
-                id=int(one["id"]), label=int(one["label"]), guess=int(one["guess"]), suspicion=float(one["suspicion"]),
-                confidence=float(one["confidence"]), reason=str(one["reason"]),
+                id=int(one["id"]), label=int(one["label"]), guess=int(one["guess"]), confidence=float(one["confidence"]),
+                reason=str(one["reason"]),
             )
             for one in event["suspects"]
         ),
@@ -245,6 +248,15 @@ def _findings(event: Event) -> Findings:
 def _forecast(event: Event) -> dict[str, float]:
     told = event["summary"]["forecast"]
     return {key: float(told[key]) for key in ("windows", "visits", "visits_full", "saved")}
+
+
+def _shorter(story: Story) -> Shorter | None:
+    """What fewer visits would have cost a run that did not select; asked about as many as selection would make."""
+    if story.selects:
+        return None
+    told = story.forecast or {"saved": 0.0, "windows": float(story.epochs)}
+    progress, metric = [one.progress for one in story.evaluations], [one.metric for one in story.evaluations]
+    return shorter(progress, metric, share=1 - told["saved"], epochs=round(told["windows"]))
 
 
 def _treated(event: Event) -> Treated:

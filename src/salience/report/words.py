@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from salience.select.enough import Shorter
 
 if TYPE_CHECKING:
     from salience.report.story import Story
@@ -46,6 +50,18 @@ def metric(story: Story, value: float | None) -> str:
     return f"{value:.4g}"
 
 
+def shorter_of(forecast: Mapping[str, Any]) -> Shorter:
+    """What a forecast says of a shorter run; an older salience said nothing."""
+    return Shorter(**{field.name: forecast[field.name] for field in fields(Shorter) if field.name in forecast})
+
+
+def cost(found: Shorter, epochs: int) -> list[str]:
+    """What fewer visits would cost, in plain sentences, to be read before selection is spoken of."""
+    if found.cannot_say:
+        return [f"Cannot say what fewer visits would cost: {found.cannot_say}."]
+    return [*_enough(found, epochs), *_lost(found, epochs)]
+
+
 def verdict(story: Story) -> str:
     """What was trained, how well, at what cost, and what it found, in a few plain sentences."""
     return " ".join(part for part in (_trained(story), _cost(story), _found(story)) if part)
@@ -82,6 +98,38 @@ def _trained(story: Story) -> str:
     return f"{reached} after {count(done, 'epoch')} on {data}."
 
 
+def _amount(found: Shorter, value: float, *, unit: bool = True) -> str:
+    """A difference of the metric: '0.2 points' where results are shares, else as many digits as matter."""
+    if not found.points:
+        return f"{value:.2g}"
+    return f"{100 * value:.1f}" + " points" * unit
+
+
+def _enough(found: Shorter, epochs: int) -> list[str]:
+    if found.enough_epochs is None or found.moved is None or found.metric_noise is None:
+        return []
+    rest, noise = epochs - found.enough_epochs, _amount(found, found.metric_noise, unit=False)
+    moved = f"moved validation by {_amount(found, abs(found.moved))}, less than its own noise ({noise})"
+    if found.moved < -found.metric_noise:
+        moved = f"lowered validation by {_amount(found, -found.moved)} (its own noise is {noise})"
+    return [f"{found.enough_epochs:,} of {count(epochs, 'epoch')} would do: the last {rest:,} {moved}."]
+
+
+def _lost(found: Shorter, epochs: int) -> list[str]:
+    if found.share >= 1 or found.loss_low is None or found.loss_high is None or found.metric_noise is None:
+        return []
+    length = f"{max(1, int(found.share * epochs + 0.5)):,} of {count(epochs, 'epoch')}"
+    run = f"run on all data with as many visits as selection makes ({length})"
+    noise, high = _amount(found, found.metric_noise, unit=False), _amount(found, found.loss_high)
+    if found.loss_high <= found.metric_noise:
+        return [f"A {run} would end within its noise ({_amount(found, found.metric_noise)})."]
+    if not found.rising:
+        return [f"A {run} would lose up to {high} (noise {noise})."]
+    lost = f"a {run} would end {_amount(found, found.loss_low, unit=False)} to {high} lower (noise {noise})"
+    longer = [] if found.enough_epochs is not None else ["This run was still learning: train longer, not shorter."]
+    return [f"Fewer visits will cost: {lost}.", *longer]
+
+
 def _measure(story: Story) -> str:
     return "a test accuracy of" if story.measure == "accuracy" else "a validation metric of"
 
@@ -91,10 +139,18 @@ def _cost(story: Story) -> str:
         return ""
     took = f"{seconds(story.seconds)} of training, of which salience took {story.own:.1%} for itself"
     if not story.selects:
-        text = f"Nothing was left out; {took}."
-        saved = 0.0 if story.forecast is None else story.forecast["saved"]
-        return text + (f" Selection would make {saved:.0%} fewer visits." if saved > 0 else "")
+        return " ".join([f"Nothing was left out; {took}.", *_forecast(story)])
     return f"It made {story.share:.0%} of the visits that all data would take; {took}."
+
+
+def _forecast(story: Story) -> list[str]:
+    """Whether less would do, and what selection would save."""
+    saved = 0.0 if story.forecast is None else story.forecast["saved"]
+    if story.shorter is None or (story.forecast is None and story.shorter.cannot_say):
+        return []
+    said = cost(story.shorter, round(story.forecast["windows"]) if story.forecast else story.epochs)
+    advice = "; it is not advised here" if story.shorter.rising else ""
+    return said + ([f"Selection would make {saved:.0%} fewer visits{advice}."] if saved > 0 else [])
 
 
 def _found(story: Story) -> str:

@@ -15,6 +15,7 @@ from salience.config import SelectConfig
 from salience.errors import ConfigError, LossError
 from salience.ledger import COLUMNS
 from salience.run.base import Batch
+from salience.run.robust import early_learning, strength
 from salience.run.watching import Watching
 from salience.seeds import PICK, torch_generator
 from salience.select.noise import judge
@@ -30,8 +31,6 @@ class Losses(Watching):
     _plain_weights: bool
     _no_doubles: bool
     _checked_needs: bool
-    _noise: float
-    """Share of wrong labels the last plan's filters estimated."""
     _suspects: tuple[int, npt.NDArray[np.bool_]] | None
     """Labels that looked wrong at the start of the window of that number, where somebody asked."""
 
@@ -80,6 +79,8 @@ class Losses(Watching):
             self._train_proxy(self._proxy, batch, kept, targets)
         if weights is not None and kept is not None:
             weights = weights[kept.to(weights.device)]
+        if kept is None:
+            losses = self._regularised(batch, losses, logits)
         share = count
         if self._shard is not None and self.world > 1 and kept is None:
             share = int(self._shard.global_sizes[batch.number]) / self.world
@@ -87,6 +88,13 @@ class Losses(Watching):
             return losses.mean()
         weighted = losses if weights is None else losses.float() * weights
         return weighted.sum() / share
+
+    def _regularised(self, batch: Batch, losses: Tensor, logits: Tensor | None) -> Tensor:
+        """The losses with the term of `robust`, where it is on: what is learnt from, not what is recorded."""
+        if not isinstance(self._config, SelectConfig) or logits is None or self._shard is None:
+            return losses
+        how_much = strength(self._config.robust, self._shard.plan.noise)
+        return losses + how_much * early_learning(logits, batch.ids, self._ledger) if how_much > 0 else losses
 
     def pick(
         self,
@@ -118,9 +126,9 @@ class Losses(Watching):
                 f"relabelled() was given {tuple(targets.shape)} targets for {len(batch.ids)} samples; pass them all."
             )
         if self._suspects is None or self._suspects[0] != batch.window:
-            self._suspects = batch.window, judge(self._ledger, before=self._noise).suspects
-        wrong = torch.from_numpy(self._suspects[1][batch.ids] & (self._ledger.guess[batch.ids] >= 0)).to(targets.device)
-        guess = torch.from_numpy(self._ledger.guess[batch.ids]).to(targets)
+            self._suspects = batch.window, judge(self._ledger).suspects()
+        wrong = torch.from_numpy(self._suspects[1][batch.ids]).to(targets.device)
+        guess = torch.from_numpy(self._ledger.vote[batch.ids, 0]).to(targets)
         return torch.where(wrong, guess, targets)
 
     @property

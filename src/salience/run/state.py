@@ -30,7 +30,11 @@ class Run(Windows):
         self._flush()
         config = self._config if isinstance(self._config, SelectConfig) else preset("default")
         windows = self.epochs or max(10, self.epoch)
-        return summarise(self._ledger, config, windows=windows, seed=self.seed, reference=self._opinion())
+        return summarise(
+            self._ledger, config, windows=windows, seed=self.seed, batch_size=self.batch_size * self.world,
+            reference=self._opinion(), evaluations=self._evaluations,
+            selected=(self.epoch, self._visited) if isinstance(self._config, SelectConfig) else None,
+        )  # fmt: skip
 
     def report(self) -> str:
         """The summary as text, also written to the event log, as are the findings behind it."""
@@ -58,7 +62,7 @@ class Run(Windows):
             "proxy": self._proxy_state if self._proxy is None else self._proxy.state_dict(),
             "background": self._scorer is not None,  # then what is learnt by a window's edge depends on timing
             "steering": None if self._steering is None else self._steering.state_dict(),
-            "noise": self._noise,
+            "evaluations": [list(result) for result in self._evaluations],
             "copies": None if self._copies is None else _tensors(self._copies.state_dict()),
             "embeddings": None if self._copies is None else self._copies.given,
             "suspects": None
@@ -66,6 +70,7 @@ class Run(Windows):
             else (self._suspects[0], torch.from_numpy(self._suspects[1].copy())),
             "epoch": self.epoch,
             "span": list(self._span),
+            "left_out": self._left_out,
             "visited": self._visited,
             "visits_expected": self.visits_expected,
             "delivered": sorted(self._delivered),
@@ -112,7 +117,8 @@ class Run(Windows):
             self._pipeline.off = set(state["switched_off"])
         if self._steering is not None:
             self._steering.load_state_dict(state["steering"])
-        self._noise = float(state.get("noise", 0.0))
+        self._evaluations = [(float(progress), float(metric)) for progress, metric in state.get("evaluations", ())]
+        self._left_out = float(state.get("left_out", 0.0))
         self._resume_proxy(state.get("proxy"))
         suspects = state.get("suspects")
         self._suspects = None if suspects is None else (int(suspects[0]), suspects[1].numpy())

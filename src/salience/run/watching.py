@@ -33,6 +33,8 @@ class Watching(Base):
 
     _attached: Attached | None
     _steering: Steering | None
+    _evaluations: list[tuple[float, float]]
+    """Progress and metric of every validation result."""
     _reference: Reference | None
     """As it was given."""
     _proxy: Proxy | None
@@ -231,7 +233,9 @@ class Watching(Base):
                 raise ConfigError(
                     "embeddings= are for the filter 'redundancy', which this select does not use; add it."
                 )
-        return CopySearch(self.n, given=embeddings, **(uses[0].options if uses else {}))
+        options = dict(uses[0].options) if uses else {}
+        options.pop("full", None)  # about what is left out, not about what is a copy
+        return CopySearch(self.n, given=embeddings, **options)
 
     def _look_for_copies(self, *, last: bool = False) -> None:
         """Look again where there is more to go by; with several ranks, rank 0 looks and tells."""
@@ -272,6 +276,7 @@ class Watching(Base):
         self.events.emit(
             "evaluated", metric=float(metric), progress=self.progress, window=self.epoch, visited=self.visits, **more
         )
+        self._evaluations.append((self.progress, float(metric)))
         if self._steering is not None and self.plan is not None and self._in_the_middle(self.plan.window):
             self._steering.hear(float(metric), self.progress)
 

@@ -6,7 +6,7 @@ import functools
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,9 @@ from salience.run.base import Batch, warn
 from salience.run.losses import Losses
 from salience.run.selection import Select, resolve
 from salience.select import Pipeline
+from salience.select.batching import Batching
 from salience.select.fetching import Stock
+from salience.select.noise import evidence
 from salience.select.pick import RecentLosses
 from salience.select.reference import Opinion, reference_of
 from salience.select.steering import Paths, Steering
@@ -86,6 +88,7 @@ class Windows(Losses):
         self._pipeline: Pipeline | None = None
         self._offered = None
         self._steering: Steering | None = None
+        self._evaluations: list[tuple[float, float]] = []
         if isinstance(self._config, SelectConfig):
             self._pipeline = Pipeline(
                 self._config, reference=self._reference, strict=strict, warn=functools.partial(warn, self.events)
@@ -94,10 +97,10 @@ class Windows(Losses):
         elif isinstance(self._config, Trace):
             self._config.check(n, epochs)
         self._copies = self._make_search(embeddings)
-        self._noise = 0.0
-        """Share of wrong labels the last plan's filters estimated."""
         self._suspects: tuple[int, npt.NDArray[np.bool_]] | None = None
         """Labels that looked wrong at the start of the window of that number, where somebody asked."""
+        self._left_out = 0.0
+        """Share of the samples that the last plan left out for their labels."""
         self._trace = None if trace is None else Trace(trace)
         self._generator = generator or torch.Generator().manual_seed(seed)
         self._shuffle: Any = iter(())
@@ -186,11 +189,13 @@ class Windows(Losses):
             self._close_window(finished=False)
         self._flush()
         self._take_scores()
+        self._note_course()
         self._steer()
         self._look_for_copies()
         with self.watch("plan"):
             plan = self._treated(self._plan(draws_worker_seed))
             self._adopt(plan, set())
+        self._left_out = sum(note.dropped for note in plan.notes if note.name == "noise") / self.n
         later = self._later(len(plan))
         self.visits_expected = None if later is None else self._visited + len(plan) + later
         self._span = self._progress_span(len(plan), later)
@@ -201,18 +206,24 @@ class Windows(Losses):
         assert self._shard is not None
         return self._shard
 
+    def _note_course(self) -> None:
+        """Note how often predictions contradict labels by now: whether that falls tells hard samples from wrong labels."""
+        known = self._ledger
+        if known.vote_p[:, 0].any():
+            with self.watch("plan"):
+                found = evidence(known.label, known.vote, known.vote_p)
+                known.course.append((found.differs, found.rate, float(found.sure), self._left_out))
+
     def _plan(self, draws_worker_seed: bool) -> Plan:
         size = self.batch_size * self.world
         if self._pipeline is not None:
             assert self.epochs is not None
             self._pipeline.reference = self._opinion()
-            plan = self._pipeline.plan(
-                self._ledger, window=self.epoch, windows=self.epochs, batch_size=size, seed=self.seed,
-                drop_last=self.drop_last, steered=self._steered, noise=self._noise,
+            return self._pipeline.plan(
+                self._ledger, window=self.epoch, windows=self.epochs, batch_size=size, world=self.world, seed=self.seed,
+                drop_last=self.drop_last, steered=self._steered,
                 copies=None if self._copies is None else self._copies.found, stock=self._stock(),
             )  # fmt: skip
-            self._noise = plan.noise
-            return replace(plan, batch_size=self._batch_for(len(plan)), lr_scale=self._scale_for(len(plan)))
         if isinstance(self._config, Trace):
             return self._config.read(self.epoch)
         ones = np.ones(self.n, dtype=np.float32)
@@ -299,7 +310,19 @@ class Windows(Losses):
             return [len(self._config.read(w)) for w in range(first, len(self._config))]
         if self._pipeline is None:
             return [self.n] * (self.epochs - first)
-        return [self._pipeline.budget(w, self.epochs, self.n, self._steered) for w in range(first, self.epochs)]
+        batching = self._batching
+        return [batching.visits(self._granted(w), self.n, last=w == self.epochs - 1) for w in range(first, self.epochs)]
+
+    @property
+    def _batching(self) -> Batching:
+        assert self._pipeline is not None
+        return self._pipeline.batching(self.batch_size * self.world, self.world, self.drop_last)
+
+    def _granted(self, window: int) -> int:
+        """Visits the curve grants a window."""
+        assert self._pipeline is not None
+        assert self.epochs is not None
+        return self._pipeline.budget(window, self.epochs, self.n, self._steered)
 
     def _later(self, visits: int) -> int | None:
         """Visits to expect after this window, which makes `visits`: the curve's, corrected by what this window did to it.
@@ -328,10 +351,9 @@ class Windows(Losses):
         """Batches of the whole run on each rank, or None where a plug-in decides as it goes."""
         if self._pipeline is not None and not self._pipeline.exact:
             return None
-        budgets = self._budgets(0)
-        if isinstance(self._config, Trace) and budgets is not None:
-            return sum(self._replayed_steps(window) for window in range(len(budgets)))
-        return None if budgets is None else sum(self._steps(budget) for budget in budgets)
+        if isinstance(self._config, Trace):
+            return None if self.epochs is None else sum(self._replayed_steps(w) for w in range(len(self._config)))
+        return None if self.epochs is None else sum(self._steps(window) for window in range(self.epochs))
 
     @property
     def lr_scale(self) -> float:
@@ -348,33 +370,26 @@ class Windows(Losses):
             return last
         if isinstance(self._config, Trace):
             return self._config.read(window).lr_scale
-        if self._pipeline is None:
+        if self._pipeline is None or not self._batching.constant:
             return 1.0
-        return self._scale_for(self._pipeline.budget(window, self.epochs, self.n, self._steered))
+        batch = self._batching.batch(self._granted(window), self.n)
+        return (batch / (self.batch_size * self.world)) ** self._pipeline.config.lr_power
 
     @property
     def batch_len(self) -> int:
         """Samples in the batch delivered last."""
         return 0 if self._batch is None else len(self._batch.ids)
 
-    def _steps(self, visits: int) -> int:
-        whole, tail = divmod(visits, self._batch_for(visits))
+    def _steps(self, window: int) -> int:
+        """Batches of a window on each rank, as far as they are known before it is planned."""
+        if self._pipeline is not None and self.epochs is not None:
+            return self._batching.steps(self._granted(window), self.n, last=window == self.epochs - 1)
+        whole, tail = divmod(self.n, self.batch_size * self.world)
         return whole + (not self.drop_last and tail >= self.world)
 
     def _replayed_steps(self, window: int) -> int:
         assert isinstance(self._config, Trace)
         return len(self._config.read(window).shard(self.rank, self.world))
-
-    def _batch_for(self, visits: int) -> int:
-        """Samples of a step, over all ranks, in a window of `visits`: with constant steps, batch_size * visits / n."""
-        if not (isinstance(self._config, SelectConfig) and self._config.steps == "constant"):
-            return self.batch_size * self.world
-        return self.world * max(1, round(self.batch_size * visits / self.n))
-
-    def _scale_for(self, visits: int) -> float:
-        """(batch / batch_size)^lr_power: 1 is linear scaling (Goyal et al. 2017), 0.5 goes with the gradient's noise."""
-        power = self._config.lr_power if isinstance(self._config, SelectConfig) else 0.0
-        return (self._batch_for(visits) / (self.batch_size * self.world)) ** power
 
     def __len__(self) -> int:
         """Batches of the window in progress, or of the next one."""
@@ -383,8 +398,7 @@ class Windows(Losses):
         window = min(self.epoch, (self.epochs or 1) - 1)
         if isinstance(self._config, Trace):
             return self._replayed_steps(window)
-        budgets = self._budgets(window)
-        return self._steps(budgets[0] if budgets else self.n)
+        return self._steps(window)
 
     @property
     def ledger(self) -> Ledger:

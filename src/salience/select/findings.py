@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,16 +15,12 @@ import numpy.typing as npt
 from salience.errors import StateError
 from salience.ledger import Ledger
 from salience.ledger.files import read_npz, write_npz
-from salience.select.noise import Judgement, contradiction, disagreement, judge
+from salience.select.noise import Judgement, judge
 from salience.select.view import Bools, Floats, Ids
 
 SHOWN = 20
 LIKELY = 0.5
 """A label looks wrong where that is likelier than not."""
-SUREST = 0.99
-"""No confidence that a label is wrong is higher: of those, about so many were."""
-WEAK = 0.6
-"""A model that differs from more of the labels knows its classes too little."""
 UNEVEN = 1.25
 """A class is named when it gets so many times more or less than its share."""
 COPIES_FORMAT = "salience-copies-1"
@@ -42,7 +37,6 @@ class Suspect:
     label: int
     guess: int
     """The class the model would give it."""
-    suspicion: float
     confidence: float
     """That the label is wrong."""
     reason: str
@@ -102,19 +96,18 @@ def findings(
 ) -> Findings:
     """Everything at once; `top` of each kind (None: all), classes called by their `names`."""
     judged = judge(ledger)
-    wrong = doubt(ledger, judged)
-    suspect = suspected(ledger, wrong)
-    known = int(np.count_nonzero(~np.isnan(judged.suspicion)))
+    suspect = suspected(ledger, judged)
+    known = int(np.count_nonzero((ledger.label >= 0) & (ledger.vote_p[:, 0] > 0)))
     groups = None if near is None else _sizes(near[0])
     return Findings(
         samples=ledger.n,
         judged=known,
         noise_rate=judged.rate if known and np.isfinite(judged.rate) else None,
         suspected=int(np.count_nonzero(suspect)),
-        expected=float(wrong[suspect].sum(dtype=np.float64)),
-        weak=too_weak(ledger, judged) if known else "",
-        suspects=tuple(suspects(ledger, top=top, names=names)),
-        hard=tuple(hardest(ledger, top=top)),
+        expected=float(judged.wrong[suspect].sum(dtype=np.float64)),
+        weak=judged.evidence if known and judged.verdict == "cannot tell" else "",
+        suspects=tuple(suspects(ledger, judged, top=top, names=names)),
+        hard=tuple(hardest(ledger, judged, top=top)),
         groups=None if groups is None else int(np.count_nonzero(groups > 1)),
         spare=None if groups is None else int(np.maximum(groups - 1, 0).sum()),
         copies=() if near is None else tuple(copies(*near, top=top)),
@@ -124,95 +117,39 @@ def findings(
 # ---------------------------------------------------------------- labels
 
 
-def doubt(ledger: Ledger, judged: Judgement | None = None) -> Floats:
-    """How likely each label is wrong, from what the model says now and what it said over all visits.
-
-        logit P = 0.45 logit q + 2.1 s - 1
-
-    s is the suspicion now, within -2 to 3; q the chance that the mean contradiction over all visits belongs to the upper
-    of the two bells that this run's samples fall into (`upper_share`). Now alone is not enough: a model that has learnt
-    its wrong labels by heart no longer contradicts them. The three numbers are a logistic regression over 54 runs on
-    rendered glyphs: 0, 5, 20 and 40% wrong labels of any class, 20% of the next one, observed and selected, with and
-    without augmentation. Runs left out of the fit had a calibration error of 0.02; single bins were off by 0.2, and by up
-    to 0.6 where wrong labels went to the next class. It claims too much where a model has hardly learnt its classes, or
-    has learnt a habit of mislabelling (40% to the next class, which were left out). On other data take it for an order
-    rather than a frequency. A model that differs from so many labels that it cannot be told whether any are wrong
-    (`too_weak`) makes no label likelier wrong than right. NaN where nothing is known. float32 [n].
-    """
-    judged = judged or judge(ledger)
-    now = judged.suspicion
-    always: Floats = (ledger.margin_sum / np.maximum(ledger.seen, 1)).astype(np.float32)
-    q = upper_share(contradiction(always, ledger.label))
-    logit = 0.45 * np.log(q / (1 - q)) + 2.1 * np.clip(now, -2, 3) - 1
-    most = LIKELY if too_weak(ledger, judged) else SUREST
-    return np.minimum(1 / (1 + np.exp(-logit)), most).astype(np.float32)
+def suspected(ledger: Ledger, judged: Judgement) -> Bools:
+    """Labels that are likelier wrong than right and that the model does not give on average: bool [n]."""
+    return judged.suspects(LIKELY) & (ledger.vote[:, 0] != ledger.label)
 
 
-def too_weak(ledger: Ledger, judged: Judgement) -> str:
-    """Why no label can be said to look wrong, where the model has learnt too little; nothing where it has learnt enough."""
-    wrong, _ = disagreement(ledger.label, ledger.guess, ledger.guess_p)
-    if not np.isnan(judged.rate) and wrong <= WEAK:
-        return ""
-    return f"the model differs from {wrong:.0%} of the labels, too many to tell which of them are wrong"
-
-
-def upper_share(x: Floats) -> Floats:
-    """How likely each value is of the upper of two normal distributions fitted to all (expectation maximisation).
-
-    Below the lower mean as at it, above the upper mean as at it, so that more is never less likely; between 0.005 and
-    0.995, since the tails of a bell prove nothing. Fitted to at most 50,000 values. NaN stays. float32 [n].
-    """
-    known = np.clip(x[~np.isnan(x)], -3, 3).astype(np.float64)
-    known = known[:: max(1, len(known) // 50_000)]
-    if not len(known):
-        return x
-    mean, width, share = np.array([-1.0, 1.0]), np.full(2, max(0.05, known.std() / 2)), np.array([0.9, 0.1])
-
-    def upper(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        height = [share[k] / width[k] * np.exp(-0.5 * ((values - mean[k]) / width[k]) ** 2) for k in (0, 1)]
-        return height[1] / (height[0] + height[1] + 1e-300)
-
-    for _ in range(60):
-        one = upper(known)
-        for k, part in enumerate((1 - one, one)):
-            weight = part.sum() + 1e-9
-            mean[k] = part @ known / weight
-            width[k] = 0.05 + np.sqrt(part @ (known - mean[k]) ** 2 / weight)
-            share[k] = weight / len(known)
-    if mean[1] <= mean[0]:
-        return np.where(np.isnan(x), x, np.float32(0.005))
-    return np.clip(upper(np.clip(x, *mean)), 0.005, 0.995).astype(np.float32)
-
-
-def suspected(ledger: Ledger, wrong: Floats) -> Bools:
-    """Labels that are likelier wrong than right, given `doubt`, and that the model does not give now: bool [n]."""
-    return (wrong > LIKELY) & (ledger.guess != ledger.label)
-
-
-def suspects(ledger: Ledger, *, top: int | None = None, names: Sequence[str] | None = None) -> list[Suspect]:
+def suspects(
+    ledger: Ledger,
+    judged: Judgement | None = None,
+    *,
+    top: int | None = None,
+    names: Sequence[str] | None = None,
+) -> list[Suspect]:
     """Labels that look wrong, firmest first."""
-    judged = judge(ledger)
-    wrong, s = doubt(ledger, judged), judged.suspicion
-    ids = np.flatnonzero(suspected(ledger, wrong))
-    ids = ids[np.lexsort((-s[ids], -wrong[ids]))][:top]
+    judged = judged or judge(ledger)
+    ids = _first(np.flatnonzero(suspected(ledger, judged)), judged.wrong, top)
     return [
         Suspect(
             id=i,
             label=int(ledger.label[i]),
-            guess=int(ledger.guess[i]),
-            suspicion=float(s[i]),
-            confidence=float(wrong[i]),
-            reason=f"the model says {class_name(int(ledger.guess[i]), names)} with p {ledger.guess_p[i]:.2f}; it gave the "
-            f"label at {ledger.right[i]} of {_times(int(ledger.seen[i]), 'visit')}; suspicion {s[i]:.1f}",
+            guess=int(ledger.vote[i, 0]),
+            confidence=float(judged.wrong[i]),
+            reason=f"the model says {class_name(int(ledger.vote[i, 0]), names)} with p {ledger.vote_p[i, 0]:.2f}; it gave the "
+            f"label at {ledger.right[i]} of {_times(int(ledger.seen[i]), 'visit')}",
         )
         for i in ids.tolist()
     ]
 
 
-def hardest(ledger: Ledger, *, top: int | None = None) -> list[Hard]:
+def hardest(ledger: Ledger, judged: Judgement | None = None, *, top: int | None = None) -> list[Hard]:
     """The hardest samples whose labels are not suspected: by mean loss times the confidence that the label is right."""
-    wrong = doubt(ledger)
-    ids = np.flatnonzero(np.isfinite(ledger.mean_loss) & ~suspected(ledger, wrong))
+    judged = judged or judge(ledger)
+    wrong = judged.wrong
+    ids = np.flatnonzero(np.isfinite(ledger.mean_loss) & ~suspected(ledger, judged))
     ids = _first(ids, ledger.mean_loss * (1 - np.nan_to_num(wrong)), top)
     return [
         Hard(
@@ -340,7 +277,7 @@ def balance(ledger: Ledger) -> list[Balance]:
     known = np.isfinite(ledger.mean_loss[has])
     loss = np.bincount(label[known], weights=ledger.mean_loss[has][known], minlength=len(size))
     losses = loss / np.maximum(1, np.bincount(label[known], minlength=len(size)))
-    suspect = np.bincount(label, weights=suspected(ledger, doubt(ledger))[has]) / np.maximum(1, size)
+    suspect = np.bincount(label, weights=suspected(ledger, judge(ledger))[has]) / np.maximum(1, size)
     overall = loss.sum() / max(1, int(known.sum())), float((suspect * size).sum() / size.sum())
     total = visits.sum()
     found: list[Balance] = []

@@ -1,11 +1,16 @@
-"""Noise filter: from the training history alone, which labels are wrong, as opposed to hard? No clean holdout needed.
+"""Wrong labels, from the training history alone: are there any, which are they, how sure is that? No clean holdout needed.
 
-is there noise?     of the samples the model is surest of, how many carry another label: more than its errors explain?
-which labels?       margins against the label, and the direction in which labels of two classes went astray
+    votes        each sample's predictions, averaged over its visits (`Ledger.vote`, `vote_p`)
+    evidence     of the predictions the model is surest of, how many contradict the label (S), and of all (D)
+    are there?   right labels: S falls much faster than D as the model learns; wrong ones: S stays
+    which?       labels whose probability is no more than what other classes, mislabelled at that rate, explain
+
+The filter, the findings and the report share one judgement: `judge`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,218 +21,306 @@ from salience.errors import ConfigError
 from salience.registry import card
 from salience.select.view import Bools, Floats, Verdict, View
 
-ENOUGH = 500_000
-"""Samples from which rates are counted; beyond, every second, third, ... is taken."""
-
-LOWEST = 0.75
-"""No label counts as wrong below this suspicion."""
-
-MANY_CLASSES = 4096
-"""With more classes than this, pairs of classes are too rare to count."""
+SAMPLES_COUNTED = 500_000
+"""Rates are counted from at most this many samples; beyond, from every second, third, ... one."""
+SUREST = 0.1
+"""Share of the predictions of each class that count as sure."""
+PASSES = 3.0
+"""Before samples were seen this often on average, nothing is said."""
+RATE_OF_NOTE = 0.08
+"""A lower rate of wrong labels cannot be told from hard samples, and leaving them out would gain little."""
+RATE_TO_LIST = 0.03
+"""Below it no label is even listed as suspect."""
+TOO_WEAK = 0.5
+"""Where the surest predictions contradict this share of the labels, the model is at fault rather than the labels."""
+PASSES_TO_ACT = 4.0
+"""Nor are labels called wrong before this."""
+SLOPE = 2.4
+"""Right labels: S falls about as D to the power of 2.5 to 6; wrong ones: to that of 0.8 to 2."""
+SHARPNESS = 2.0
+"""Exponent on the odds that a label is wrong, fitted to seven kinds of wrong labels on two data sets (docs/scores.md)."""
+PRIOR = 20.0
+"""Pseudo-counts that spread a class's wrong labels evenly over the other classes."""
+FEWEST_OF_CLASS, LEAST_VOTED, MOST_OF_CLASS = 50, 0.5, 0.8
+"""A class is left alone that has fewer samples, that the model gives to fewer than this share of as many samples as carry
+it, or that would lose more than this share."""
 
 Labels = npt.NDArray[np.integer[Any]]
-Table = npt.NDArray[np.float32]
+Course = Sequence[tuple[float, float, float, float]]
+"""One row per window: D, S, the number of sure predictions, and the share left out for their labels in the window before."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """How often the averaged predictions contradict the labels."""
+
+    differs: float
+    """D: share of all samples whose label is not the class they are given."""
+    rate: float
+    """S: the same among the surest tenth of the predictions of each class, weighted by how often a class is predicted."""
+    error: float
+    """Standard error of S (binomial, by class)."""
+    sure: int
+    """Predictions behind S."""
+    transitions: Transitions
+
+    @property
+    def low(self) -> float:
+        return max(0.0, self.rate - 2 * self.error)
+
+    @property
+    def high(self) -> float:
+        return min(1.0, self.rate + 2 * self.error)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Transitions:
+    """How often a sample of class k carries the label y: T[k, y], kept for the pairs that occur."""
+
+    classes: int
+    key: npt.NDArray[np.int64]
+    """k * classes + y of each pair, ascending."""
+    share: Floats
+    base: Floats
+    """What every other pair of class k has, float32 [classes]."""
+
+    def of(self, k: Labels, y: Labels) -> Floats:
+        """T[k, y] for arrays of pairs, k != y."""
+        base = self.base[np.clip(k, 0, self.classes - 1)]
+        if not len(self.key):
+            return base
+        wanted = k.astype(np.int64) * self.classes + y
+        at = np.minimum(np.searchsorted(self.key, wanted), len(self.key) - 1)
+        return np.where(self.key[at] == wanted, self.share[at], 0).astype(np.float32) + base
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Judgement:
     """What the history says of the labels."""
 
-    suspicion: Floats
-    """float32 [n], NaN where nothing is known: 0 = undecided, 1 = as sure of another class as it usually is of the label."""
+    wrong: Floats
+    """How likely each label is wrong, float32 [n]; NaN where nothing is known or nothing can be told."""
+    verdict: str
+    """"wrong labels", "no sign of wrong labels" or "cannot tell"."""
     rate: float
-    """Estimated share of wrong labels; 0 where there is no sign of any, NaN where one cannot tell."""
-    edge: float
-    """Suspicion above which a label counts as wrong."""
+    """Share of wrong labels; 0 where there is no sign of any worth acting on, NaN where one cannot tell."""
     evidence: str
-    """In words, what the rate was estimated from."""
+    """In words, what that follows from."""
+    spared: Bools
+    """Samples of classes that are left alone, bool [n]: too small, too poorly learnt, or losing too much."""
 
-    @property
-    def suspects(self) -> Bools:
-        """bool [n]; all False where there is no sign of wrong labels."""
-        if not self.rate > 0:
-            return np.zeros(len(self.suspicion), dtype=bool)
-        return self.suspicion > self.edge
-
-
-def judge(history: Any, *, before: float = 0.0, floor: float = 0.01, lowest: float = LOWEST) -> Judgement:
-    """What a ledger (or a view of one) says of its labels.
-
-    `before` is the rate estimated a window ago, NaN where one could not tell. Labels found wrong and left out are looked
-    at less often, so that the model seems less sure of them: the rate is remembered, falls by 1% a window, and is at
-    most 6/5 of what still looks wrong. Whether there is noise is asked again only when it is under `floor`; until then
-    margins are compared with those of their time.
-    """
-    label, guess, p = history.label, history.guess, history.guess_p
-    plain = contradiction(history.margin, label, history.last_seen if before >= floor else None)
-    wrong, wrong_where_sure = disagreement(label, guess, p)
-    evidence = f"the model differs from {wrong:.1%} of the labels, from {wrong_where_sure:.1%} where it is surest"
-    rate = before if before >= floor else noise_rate(wrong, wrong_where_sure, floor, doubted=bool(np.isnan(before)))
-    if not rate > 0:
-        return Judgement(suspicion=plain, rate=rate, edge=np.inf, evidence=evidence)
-    astray = direction(label, history.other, transitions(label, guess, p))
-    s: Floats = (plain + 1.5 * astray).astype(np.float32, copy=False)
-    if before >= floor:
-        looks_wrong = float(np.count_nonzero(s > LOWEST) / max(1, np.count_nonzero(~np.isnan(s))))
-        rate = max(wrong_where_sure, min(0.99 * before, 1.2 * looks_wrong))
-        if rate < floor:
-            return Judgement(suspicion=plain, rate=0.0, edge=np.inf, evidence=evidence)
-    return Judgement(suspicion=s, rate=rate, edge=edge_of(s, rate, lowest), evidence=evidence)
+    def suspects(self, over: float = 0.5) -> Bools:
+        """Labels likelier wrong than `over`, outside the classes that are left alone, bool [n]; none where one cannot tell."""
+        return (np.nan_to_num(self.wrong) > over) & ~self.spared
 
 
-def disagreement(label: Labels, guess: Labels, guess_p: npt.NDArray[Any]) -> tuple[float, float]:
-    """Share of samples whose label the model does not give, of all and of the tenth it is surest of (in each class)."""
-    some = slice(None, None, max(1, len(label) // ENOUGH))
-    label, guess, guess_p = label[some], guess[some], guess_p[some]
-    known = (guess >= 0) & (label >= 0) & ~np.isnan(guess_p)
+def judge(history: Any) -> Judgement:
+    """What a ledger (or a view of one) says of its labels."""
+    course: Course = history.course
+    n, label = len(history.label), history.label
+    known = (label >= 0) & (history.vote_p[:, 0] > 0)
+    nothing = np.full(n, np.nan, dtype=np.float32)
+    none = np.zeros(n, dtype=bool)
     if not known.any():
-        return 0.0, 0.0
-    label, guess = label[known], guess[known].astype(np.int64)
-    # Sorting by (class, p) is slow; counting them in 2048 steps of p is not, and float16 knows no more near 1.
-    step = (guess_p[known].astype(np.float32) * 2047).astype(np.int64)
-    classes = int(guess.max()) + 1
-    counts = np.bincount(guess * 2048 + step, minlength=classes * 2048).reshape(classes, 2048)
-    above = np.cumsum(counts[:, ::-1], axis=1)[:, ::-1]
-    lowest = 2047 - np.argmax(above[:, ::-1] >= 0.1 * above[:, :1], axis=1)
-    differs = label != guess
-    sure = step >= lowest[guess]
-    return float(differs.mean()), float(differs[sure].mean())
+        return Judgement(
+            wrong=nothing, verdict="cannot tell", rate=float("nan"), evidence="no predictions", spared=none
+        )
+    found = evidence(label, history.vote, history.vote_p)
+    said = (
+        f"the model differs from {found.differs:.1%} of the labels, and from {found.rate:.1%} of them "
+        f"({found.low:.1%} to {found.high:.1%}) where it is surest"
+    )
+    verdict, why = _verdict(found, course, float(history.seen.mean()))
+    if verdict == "cannot tell":
+        return Judgement(wrong=nothing, verdict=verdict, rate=float("nan"), evidence=f"{said}; {why}", spared=none)
+    rate = rate_of(found, course)
+    if rate < RATE_TO_LIST:
+        return Judgement(
+            wrong=np.where(known, np.float32(0), nothing),
+            verdict=verdict,
+            rate=0.0,
+            evidence=f"{said}; {why}",
+            spared=none,
+        )
+    odds = odds_of_wrong(label, history.vote, history.vote_p, history.confidence, found.transitions)
+    wrong = np.where(known, calibrated(odds, known, rate), np.float32(np.nan)).astype(np.float32)
+    spared = spared_classes(label, history.vote[:, 0], np.nan_to_num(wrong) > 0.5)
+    return Judgement(
+        wrong=wrong, verdict=verdict, rate=rate if verdict == "wrong labels" else 0.0, evidence=f"{said}; {why}",
+        spared=spared,
+    )  # fmt: skip
 
 
-def noise_rate(wrong: float, wrong_where_sure: float, floor: float, *, doubted: bool = True) -> float:
-    """Share of wrong labels; 0 where there is no sign of any, NaN where one cannot tell.
+def _verdict(found: Evidence, course: Course, passes: float) -> tuple[str, str]:
+    if passes < PASSES:
+        return "cannot tell", f"samples were seen {passes:.1f} times on average, fewer than {PASSES:.0f}"
+    if found.rate >= TOO_WEAK:
+        return "cannot tell", "the model has learnt too little to judge any label"
+    if course and course[-1][3] > 0:  # left out, they are no longer learnt: contradictions stay if the labels are wrong
+        if found.low > RATE_OF_NOTE / 2:
+            return "wrong labels", "that was so before they were left out, and still is"
+        return "cannot tell", "without those labels the model contradicts fewer of them than before"
+    if found.high < RATE_OF_NOTE:
+        return "no sign of wrong labels", f"that is under {RATE_OF_NOTE:.0%}"
+    slope, error = fall(course)
+    if not np.isfinite(slope):
+        return "cannot tell", "it is too early to see whether that falls as the model learns"
+    if passes >= PASSES_TO_ACT and found.low > RATE_OF_NOTE and slope + 1.64 * error < SLOPE:
+        return "wrong labels", f"that falls as the {slope:.1f}th power of the former, slower than with right labels"
+    return "cannot tell", "that still falls as the model learns, as it does with right labels that are hard"
 
-    A model that differs from a share d of right labels differs from at most about 1.7 d^3 of them where it is surest: what
-    is hard is what it is unsure of (on clean CIFAR-10 1.2 to 1.8 d^3 for a small network, d from 0.26 to 0.57, and 0 to
-    1.1 d^3 for ResNet-9, d from 0.14 to 0.26). Wrong labels it contradicts with certainty, so that where it is surest it
-    differs from as many as are wrong. With r = differing where sure / differing at all: r over 1.7 d^2 + 0.06 is noise,
-    if it is over 0.25 as well, or over 0.17 where the labels were doubted a window ago (hard samples that were just
-    learnt leave r up to 0.22 behind on clean data). Less is no sign of noise, if the model has learnt enough (d at most
-    0.35) for that to mean something.
+
+def evidence(label: Labels, vote: Labels, vote_p: npt.NDArray[Any]) -> Evidence:
+    """Count how often the averaged predictions contradict the labels; see `Evidence`."""
+    some = slice(None, None, max(1, len(label) // SAMPLES_COUNTED))
+    y, guess, p = label[some], vote[some, 0].astype(np.int64), vote_p[some, 0].astype(np.float32)
+    known = (y >= 0) & (p > 0)
+    y, guess, p = y[known].astype(np.int64), guess[known], p[known]
+    classes = int(max(label.max(initial=0), vote[:, 0].max(initial=0))) + 1
+    if not len(y):
+        empty = Transitions(
+            classes=classes, key=np.empty(0, dtype=np.int64), share=np.empty(0, dtype=np.float32),
+            base=np.zeros(classes, dtype=np.float32),
+        )  # fmt: skip
+        return Evidence(differs=0.0, rate=0.0, error=0.0, sure=0, transitions=empty)
+    sure = surest(guess, p)
+    k, given = guess[sure], y[sure]
+    number = np.bincount(k, minlength=classes)
+    off = np.bincount(k, weights=k != given, minlength=classes) / np.maximum(number, 1)
+    weight = np.bincount(guess, minlength=classes) / len(guess)
+    rate = float(weight @ off)
+    error = float(np.sqrt((weight**2 * off * (1 - off) / np.maximum(number, 1)).sum()))
+    key, count = np.unique((k * classes + given)[k != given], return_counts=True)
+    share = (count / (number[key // classes] + PRIOR)).astype(np.float32)
+    base = (PRIOR * off / ((number + PRIOR) * max(1, classes - 1))).astype(np.float32)
+    table = Transitions(classes=classes, key=key, share=share, base=base)
+    return Evidence(
+        differs=float((guess != y).mean()), rate=rate, error=error, sure=int(np.count_nonzero(sure)), transitions=table
+    )
+
+
+def rate_of(found: Evidence, course: Course) -> float:
+    """Share of wrong labels: S now. Late in a run that learns its labels by heart S falls under the rate; where no label was
+    left out it is at least what it was at 70% of the windows so far."""
+    if len(course) < 4 or course[-1][3] > 0:
+        return found.rate
+    return max(found.rate, course[int(0.7 * len(course))][1])
+
+
+def certainty(label: Labels, vote: Labels, vote_p: npt.NDArray[Any], confidence: npt.NDArray[Any]) -> float:
+    """Of the labels the model contradicts, the share it contradicts with certainty (another class over 0.6, the label under
+    0.2); 0 where it contradicts none.
+
+    0.05 to 0.2 where what is hard can be learnt (clean photographs), 0.3 to 0.5 where it is mostly wrong labels or
+    mistakes that will not go away.
     """
-    ratio = wrong_where_sure / max(wrong, 1e-9)
-    if ratio > max(0.17 if doubted else 0.25, 1.7 * wrong**2 + 0.06) and (wrong > 0.35 or wrong_where_sure >= floor):
-        return wrong_where_sure
-    return 0.0 if wrong <= 0.35 else float("nan")
+    some = slice(None, None, max(1, len(label) // SAMPLES_COUNTED))
+    differs = (vote[some, 0] != label[some]) & (label[some] >= 0) & (vote_p[some, 0] > 0)
+    certain = differs & (vote_p[some, 0] > 0.6) & (confidence[some] < 0.2)
+    return float(np.count_nonzero(certain) / max(1, np.count_nonzero(differs)))
 
 
-def contradiction(margin: Floats, label: Labels, last_seen: Labels | None = None) -> Floats:
-    """How much the model prefers another class to the label, in units of how much it usually prefers the label:
+def surest(guess: npt.NDArray[np.int64], p: Floats, share: float = SUREST) -> Bools:
+    """The `share` of the predictions of each class with the highest p, at least one per class, bool [n]."""
+    order = np.lexsort((-p, guess))
+    ordered = guess[order]
+    first = np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))
+    sizes = np.diff(np.append(first, len(ordered)))
+    place = np.arange(len(ordered)) - np.repeat(first, sizes)
+    mask = np.zeros(len(guess), dtype=bool)
+    mask[order[place < np.ceil(share * np.repeat(sizes, sizes))]] = True
+    return mask
 
-        c_i = -margin_i / M,   M = mean of the margins above 0
 
-    The margin is the exponential mean of z_label - max other z (the sign and averaging over visits after AUM, Pleiss et
-    al. 2020), which told wrong from right labels best of all columns; one M for all classes did so better than one
-    a class. Hard samples hover around 0, wrong labels around 1. NaN where nothing is known. float32 [n].
+def fall(course: Course) -> tuple[float, float]:
+    """How S fell with D over the run so far: the slope of log S over log D and its standard error; NaN where D hardly fell.
 
-    Margins grow as the model gets surer, and those of samples that are left out are old: with `last_seen`, M is that of
-    the samples seen last in the same window (of all, where there are fewer than 50 of them).
+    Least squares weighted by the binomial variance of log S, over the windows whose D was at most 1.25 times that of today.
     """
-    some = margin[:: max(1, len(margin) // ENOUGH)]
-    right = some[some > 0]
-    typical = np.float32(max(float(right.mean()) if len(right) else 1.0, 1e-6))
-    scale: Any = typical
-    if last_seen is not None:
-        sure = margin > 0
-        count = np.bincount(last_seen[sure] + 1, minlength=int(last_seen.max()) + 2)
-        total = np.bincount(last_seen[sure] + 1, weights=margin[sure], minlength=len(count))
-        scale = np.where(count < 50, typical, total / np.maximum(count, 1)).astype(np.float32)[last_seen + 1]
-    return np.where(label < 0, np.float32(np.nan), -margin / scale).astype(np.float32, copy=False)
+    rows = [row for row in course if row[3] == 0 and 0 < row[0] <= 1.25 * course[-1][0]]
+    if len(rows) < 3:
+        return float("nan"), float("nan")
+    d, s, count, _ = np.array(rows).T
+    s = np.maximum(s, 1 / np.maximum(count, 1))
+    x, y = np.log(d), np.log(s)
+    if x.max() - x.min() < 0.08:
+        return float("nan"), float("nan")
+    weight = s * count / (1 - np.minimum(s, 0.95))
+    x = x - np.average(x, weights=weight)
+    spread = float(weight @ x**2)
+    return float(weight @ (x * (y - np.average(y, weights=weight))) / spread), spread**-0.5
 
 
-def transitions(label: Labels, guess: Labels, guess_p: npt.NDArray[Any], prior: float = 5.0) -> Table | None:
-    """T[t, y]: how often a sample of class t carries label y, float32 [classes, classes]; None with too many classes.
+def odds_of_wrong(
+    label: Labels, vote: Labels, vote_p: npt.NDArray[Any], confidence: npt.NDArray[Any], table: Transitions
+) -> Floats:
+    """Of the probability the model gives the label y, how much other classes, mislabelled as y, explain, float32 [n]:
 
-    Counted among the samples the model is surer of than on average of their class, where its guess may stand for the
-    truth: the confident joint of confident learning (Northcutt et al. 2021). `prior` right labels are added a class.
+        o_i = sum over k != y of t_k T[k, y]  /  (q_y + 0.01)
+
+    t is the sample's averaged prediction, q_y that of its label. A model learns p(label | x) = sum over k of
+    p(class k | x) T[k, y]; a right label has a probability of its own besides what the mistakes of others give it.
+    T as in confident learning (Northcutt et al. 2021), from the surest predictions alone.
     """
-    some = slice(None, None, max(1, len(label) // ENOUGH))
-    label, guess, guess_p = label[some], guess[some], guess_p[some]
-    classes = int(max(label.max(), guess.max())) + 1
-    if classes < 2 or classes > MANY_CLASSES:
-        return None
-    known = (label >= 0) & (guess >= 0)
-    truth, given, p = guess[known].astype(np.int64), label[known], guess_p[known].astype(np.float32)
-    mean = np.bincount(truth, weights=p, minlength=classes) / np.maximum(np.bincount(truth, minlength=classes), 1)
-    sure = p >= mean[truth]
-    counts = np.bincount(truth[sure] * classes + given[sure], minlength=classes * classes).reshape(classes, classes)
-    table = counts + prior * np.eye(classes)
-    return (table / table.sum(axis=1, keepdims=True)).astype(np.float32)
+    explained = np.zeros(len(label), dtype=np.float32)
+    for slot in range(vote.shape[1]):
+        k = vote[:, slot]
+        part = vote_p[:, slot].astype(np.float32) * table.of(k, label)
+        explained += np.where(k == label, np.float32(0), part)
+    return (explained / (np.nan_to_num(confidence.astype(np.float32)) + np.float32(0.01))).astype(np.float32)
 
 
-def direction(label: Labels, other: Labels, table: Table | None) -> Floats:
-    """Which way labels went astray between the label y and the strongest other class o:
-
-        d_i = log((T[o, y] + 0.1) / (T[y, o] + 0.1))
-
-    Where o is often labelled y but y hardly ever o (class-dependent noise), the model learns the habit and its margins say
-    little: the direction then tells the wrong from the right. With noise that is as frequent both ways it is 0.
-    """
-    if table is None:
-        return np.zeros(len(label), dtype=np.float32)
-    o = np.clip(other, 0, len(table) - 1)
-    y = np.clip(label, 0, len(table) - 1)
-    ratio = np.log((table + np.float32(0.1)) / (table.T + np.float32(0.1)))
-    return np.where((other < 0) | (label < 0), np.float32(0), ratio[o, y]).astype(np.float32, copy=False)
+def calibrated(odds: Floats, known: Bools, rate: float, sharpness: float = SHARPNESS) -> Floats:
+    """P_i = 1 / (1 + (c o_i)^-b) with c such that the mean over the known samples is the rate, float32 [n]."""
+    o = np.log(np.maximum(odds, 1e-6)) * sharpness
+    some = o[known][:: max(1, int(known.sum()) // SAMPLES_COUNTED)]
+    low, high = -20.0, 20.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        if (1 / (1 + np.exp(-np.clip(some + middle, -30, 30)))).mean() < rate:
+            low = middle
+        else:
+            high = middle
+    return (1 / (1 + np.exp(-np.clip(o + low, -30, 30)))).astype(np.float32)
 
 
-def edge_of(s: Floats, rate: float, lowest: float = LOWEST) -> float:
-    """Suspicion above which a label counts as wrong: `lowest`, or higher where more than 5/4 of the rate would be suspected."""
-    known = s[:: max(1, len(s) // ENOUGH)]
-    known = known[~np.isnan(known)]
-    if not len(known) or 1.25 * rate >= 1:
-        return lowest
-    return max(lowest, float(np.quantile(known, 1 - 1.25 * rate)))
+def spared_classes(label: Labels, guess: Labels, suspect: Bools) -> Bools:
+    """Samples of classes in which nothing may be left out, bool [n]: see FEWEST_OF_CLASS."""
+    has = label >= 0
+    y = np.where(has, label, 0)
+    count = int(max(y.max(initial=0), guess.max(initial=0))) + 1
+    size = np.bincount(y[has], minlength=count)
+    voted = np.bincount(np.maximum(guess, 0)[has], minlength=count)
+    lost = np.bincount(y[has & suspect], minlength=count)
+    spare = (size < FEWEST_OF_CLASS) | (voted < LEAST_VOTED * size) | (lost > MOST_OF_CLASS * size)
+    return spare[y] | ~has
 
 
 @card(needs=("margin",), exact=False)
-def noise(
-    view: View,
-    *,
-    start: float = 0.3,
-    floor: float = 0.01,
-    lowest: float = LOWEST,
-    revisit: int = 3,
-    keep: float = 0.65,
-    limit: float = 0.6,
-    weight: float = 0.0,
-) -> Verdict:
+def noise(view: View, *, start: float = 0.3, over: float = 0.9, revisit: int = 3, weight: float = 0.0) -> Verdict:
     """Leaves out samples whose label the training history contradicts, and looks at them again every few windows.
 
-    As soon as samples were seen twice on average, samplers prefer hard samples only where there is no sign of wrong labels.
-    From `start` of the run on, labels that look wrong are left out. A sample that was left out for more than
-    `revisit` windows comes back with weight 0: it is judged anew by a model that was not trained on it, and re-admitted if
-    it was misjudged. Since a visit buys less among wrong labels, the window visits at least four times the noise rate, up
-    to the share `keep`. More than `limit` suspected: the filter refuses, since then the model is at fault rather than the
-    labels. `floor` is the noise rate that is not worth the trouble, `lowest` the least suspicion that counts. With `weight`
-    above 0, suspected samples are not left out but weigh that much.
+    Where it cannot be told whether there are wrong labels, nothing is left out, and samplers draw at random. From `start` of
+    the run on, labels that are wrong with a probability of more than `over` are left out, class by class: a class that is
+    too small, too poorly learnt or would lose too much is left alone. A sample that waited `revisit` windows comes back with
+    weight 0: it is judged anew by a model that was not trained on it. The judgement is made from scratch in every window;
+    what it no longer supports returns at once. With `weight` above 0, suspects are not left out but weigh that much.
     """
-    shares = {"start": start, "floor": floor, "keep": keep, "limit": limit, "weight": weight}
-    for name, value in shares.items():
+    for name, value in (("start", start), ("over", over), ("weight", weight)):
         if not 0 <= value <= 1:
             raise ConfigError(f"noise: {name} is {value}; it must be from 0 to 1.")
-    if lowest <= 0 or revisit < 1:
-        raise ConfigError(f"noise: lowest is {lowest} (above 0), revisit is {revisit} (at least 1).")
-    if view.seen.mean() < 1.9:  # two passes, less the batches dropped at their ends
-        return Verdict(noise=float("nan"), reason="waits until samples were seen twice")
-    found = judge(view, before=view.clock.noise, floor=floor, lowest=lowest)
+    if revisit < 1:
+        raise ConfigError(f"noise: revisit is {revisit}; it must be at least 1.")
+    found = judge(view)
+    reason = f"{found.verdict}: {found.evidence}"
     if not found.rate > 0:
-        reason = "no sign of wrong labels" if found.rate == 0 else "cannot tell yet whether labels are wrong"
-        return Verdict(noise=found.rate, reason=f"{reason}: {found.evidence}")
+        return Verdict(noise=found.rate, reason=reason)
     if view.clock.time < start:
-        return Verdict(
-            noise=float("nan"), reason=f"labels may be wrong, waits until {start:.0%} of the run: {found.evidence}"
-        )
-    share = min(keep, 4 * found.rate)
-    suspect = found.suspects
-    doubted = np.count_nonzero(suspect) / max(1, np.count_nonzero(~np.isnan(found.suspicion)))
-    if doubted > limit:
-        reason = f"refused: {doubted:.0%} of all samples are suspected, more than {limit:.0%}"
-        return Verdict(noise=found.rate, share=share, reason=reason)
-    reason = f"label contradicted (suspicion over {found.edge:.2f}; estimated noise {found.rate:.1%}: {found.evidence})"
+        return Verdict(noise=found.rate, reason=f"waits until {start:.0%} of the run: {reason}")
+    suspect = found.suspects(over)
     if weight > 0:
         factor = np.where(suspect, np.float32(weight), np.float32(1))
-        return Verdict(factor=factor, noise=found.rate, share=share, reason=reason)
-    again = suspect & (view.age > revisit)
+        return Verdict(factor=factor, noise=found.rate, reason=reason)
+    again = suspect & (view.age >= revisit) & (view.clock.window < view.clock.windows - 1)
     factor = np.where(again, np.float32(0), np.float32(1))
-    return Verdict(keep=~suspect, force=again, factor=factor, noise=found.rate, share=share, reason=reason)
+    return Verdict(keep=~suspect, force=again, factor=factor, noise=found.rate, reason=reason)

@@ -15,6 +15,7 @@ from salience.ledger.copies import Copies
 from salience.plan import Note, Plan
 from salience.registry import Card, card_of, check_options, find
 from salience.seeds import PLAN, generator
+from salience.select.batching import Batching, filled, trimmed
 from salience.select.fetching import Exchange, Rng, Stock, exchange, refresh_set, resident_first, told
 from salience.select.ranks import rank_normalise
 from salience.select.view import NO_REFERENCE, Bools, Candidates, Clock, Draw, Floats, Ids, Reference, Verdict, View
@@ -101,7 +102,7 @@ class Pipeline:
         return share
 
     def budget(self, window: int, windows: int, population: int, steered: float | None = None) -> int:
-        """Visits the curve grants a window; `steered` is the share `keep = "auto"` was steered to."""
+        """Visits the curve grants a window, before they are made whole batches; `steered` is the share of `keep = "auto"`."""
         return max(1, round(self.keep(Clock(window=window, windows=windows, steered=steered)) * population))
 
     def plan(
@@ -112,47 +113,65 @@ class Pipeline:
         windows: int,
         batch_size: int,
         seed: int,
+        world: int = 1,
         drop_last: bool = False,
         steered: float | None = None,
-        noise: float = 0.0,
         copies: Copies | None = None,
         stock: Stock | None = None,
     ) -> Plan:
         """A pure function of its arguments (and of config, reference and which plug-ins are off).
 
-        `noise` is that of the plan before (`Plan.noise`), `copies` what is known of near-copies, `stock` where the bytes
-        of the samples are.
+        `batch_size` is that of a full window over all `world` ranks.
+        `copies` is what is known of near-copies, `stock` where the bytes of the samples are.
         """
         for part in (*self.filters, *self.scores, self.sampler):
             if "reference" in part.card.needs and self.reference is None:
                 raise ConfigError(f"{part.kind[:-1]} {part.name!r} needs {NO_REFERENCE}.")
-        clock = Clock(window=window, windows=windows, steered=steered, noise=noise)
+        clock = Clock(window=window, windows=windows, steered=steered)
         clock = replace(clock, keep=self.keep(clock))
         view = View(ledger, clock, self.reference, copies)
         rng = generator(seed, PLAN, window)
         sifted = self._filter(view)
-        budget = max(1, round(max(clock.keep, sifted.share) * ledger.n))
+        batching = self.batching(batch_size, world, drop_last)
+        last = window >= windows - 1
+        granted = max(1, round(max(clock.keep, sifted.share) * ledger.n))
+        batch, everything = batching.batch(granted, ledger.n), granted >= ledger.n
+        budget = ledger.n if everything else batching.visits(granted, ledger.n, last=last)
         importance, raw = self._score(view)
         ids, weights = self._draw(view, sifted, importance, raw, budget, rng)
         notes = sifted.notes
-        if self.config.fetch is not None and budget < ledger.n:
+        if self.config.fetch is not None and not everything:
             ids, weights, note = self._fetch(view, sifted, importance, ids, weights, stock, rng)
             notes = (*notes, note)
         if sifted.factor is not None:
             weights = scaled_weights(weights, sifted.factor[ids])
+        up = last and not drop_last
+        if not up:
+            none = np.zeros(len(ids), dtype=bool)
+            forced = none if sifted.forced is None else sifted.forced[ids]
+            stay = trimmed(batch, forced, view.age[ids] > 1 if everything else none, rng)
+            ids, weights = ids[stay], weights[stay]
         if (weights == 1).all():
             rng.shuffle(ids)
         else:
             order = rng.permutation(len(ids))
             ids, weights = ids[order], weights[order]
         if self.config.fetch is not None and stock is not None:
-            order = resident_first(ids, stock.resident, batch_size)
+            order = resident_first(ids, stock.resident, batch)
             ids, weights = ids[order], weights[order]
+        if up:
+            ids, weights = filled(ids, weights, batch, rng)
         return Plan(
-            window=window, population=ledger.n, batch_size=batch_size, drop_last=drop_last,
+            window=window, population=ledger.n, batch_size=batch, drop_last=drop_last,
             ids=ids, weights=weights, importance=importance[ids], level=np.zeros(len(ids), dtype=np.uint8),
+            lr_scale=(batch / batch_size) ** self.config.lr_power if batching.constant else 1.0,
             ranks=importance.astype(np.float16), notes=notes, noise=sifted.noise or 0.0,
         )  # fmt: skip
+
+    def batching(self, batch_size: int, world: int, drop_last: bool) -> Batching:
+        """How visits become steps, with `batch_size` samples per step over all ranks in a full window."""
+        constant = self.config.steps == "constant"
+        return Batching(size=max(1, batch_size // world), world=world, constant=constant, drop_last=drop_last)
 
     def _fetch(
         self, view: View, sifted: Sifted, importance: Floats, ids: Ids, weights: Floats, stock: Stock | None, rng: Rng
@@ -259,10 +278,10 @@ class Pipeline:
         ids = np.arange(view.n) if free is None else np.flatnonzero(free)
         budget = min(budget - len(musts), len(ids))
         if view.clock.keep >= 1 or budget >= len(ids) > 0:
-            draw, unbiased = Draw(positions=np.arange(len(ids))[:budget]), True
+            draw, temper = Draw(positions=np.arange(len(ids))[:budget]), 1.0
             inclusion = np.ones(budget, dtype=np.float32)
         elif budget <= 0:
-            draw, unbiased, inclusion = Draw(positions=np.empty(0, dtype=np.int64)), False, None
+            draw, temper, inclusion = Draw(positions=np.empty(0, dtype=np.int64)), None, None
         else:
             whole = free is None
             candidates = Candidates(
@@ -272,26 +291,27 @@ class Pipeline:
                 raw_of_all=raw,
                 noise=sifted.noise,
             )
-            draw, unbiased = self._sample(candidates, budget, rng)
+            draw, temper = self._sample(candidates, budget, rng)
             inclusion = draw.inclusion
         drawn = ids[draw.positions]
-        if unbiased and inclusion is not None:
+        if temper is not None and inclusion is not None:
             inclusion = np.concatenate((np.ones(len(musts), dtype=np.float32), inclusion))
         else:
             inclusion = None
         chosen = np.concatenate((musts, drawn)) if len(musts) else drawn
-        return chosen, loss_weights(inclusion, len(chosen), len(ids) + len(musts))
+        return chosen, loss_weights(inclusion, len(chosen), len(ids) + len(musts), 1.0 if temper is None else temper)
 
-    def _sample(self, candidates: Candidates, budget: int, rng: np.random.Generator) -> tuple[Draw, bool]:
+    def _sample(self, candidates: Candidates, budget: int, rng: np.random.Generator) -> tuple[Draw, float | None]:
+        """What the sampler draws, and the exponent on its weights; None where it has none."""
         part = self.sampler
         draw = self._call(
             part,
             lambda: _checked_draw(part, part.call(candidates, budget, rng, **part.options), candidates, budget),
         )
         if draw is not None:
-            return draw, part.card.unbiased
+            return draw, (1.0 if part.card.unbiased else None) if draw.temper is None else draw.temper
         uniform = find("samplers", "uniform")
-        return uniform(candidates, budget, rng), True
+        return uniform(candidates, budget, rng), 1.0
 
     def _call(self, part: Part, call: Callable[[], Any]) -> Any:
         """The plug-in's result, or None when it failed: then it is named, switched off, and training goes on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from salience.config import Fetching, SelectConfig, Use
@@ -21,25 +22,18 @@ def _hardest(score: str, *, explore: float = 0.0, share: float = 0.4) -> SelectC
     )
 
 
+_DEFAULT = SelectConfig(
+    filters=(_use("redundancy", full=False), _use("noise")),
+    scores=(Use(name="unsureness"),),
+    sampler=_use("unsure", floor=0.1, temper=0.5),
+    keep=_use("all_less_all", share=0.5, warmup=2, end=0.1),
+    robust="auto",
+)
+
 PRESETS: dict[str, SelectConfig] = {
-    "default": SelectConfig(
-        filters=(
-            _use("class_floor", share=0.01),
-            _use("redundancy"),
-            _use("noise"),
-        ),
-        scores=(Use(name="difficulty"),),
-        sampler=_use("ratio", explore=0.1),
-        keep=_use("all_less_all", share=0.41, warmup=2, end=0.2),
-    ),
+    "default": _DEFAULT,
     # `default`, where reading the samples is what takes the time: Loader(source, cache=...).
-    "io": SelectConfig(
-        filters=(_use("class_floor", share=0.01), _use("redundancy"), _use("noise")),
-        scores=(Use(name="difficulty"),),
-        sampler=_use("ratio", explore=0.1),
-        keep=_use("all_less_all", share=0.41, warmup=2, end=0.2),
-        fetch=Fetching(),
-    ),
+    "io": replace(_DEFAULT, fetch=Fetching()),
     # The control: any samples, equally likely.
     "uniform": SelectConfig(keep=_use("constant", share=0.5)),
     # Published rules with their published settings (docs/scores.md has the sources).

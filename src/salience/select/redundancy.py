@@ -23,17 +23,20 @@ SURROUNDINGS = 12
 
 
 @card(exact=False)
-def redundancy(view: View, *, ratio: float = 0.78, visits: float = 6.0) -> Verdict:
+def redundancy(view: View, *, ratio: float = 0.78, visits: float = 6.0, full: bool = True) -> Verdict:
     """Leaves out all but one of each group of near-copies; which one is visited changes from window to window.
 
     Copies are found by features (`loader.attach(model)`, once samples were visited `visits` times on average, and again
     as that grows) or `embeddings=` given by you, and byte by byte where the data set knows fingerprints. `ratio`: a
-    copy lies closer than this share of the distance to the 12th neighbour (see `near_copies`).
+    copy lies closer than this share of the distance to the 12th neighbour (see `near_copies`). With `full=False` nothing is
+    left out of windows that visit everything, such as the last ones.
     """
     if not 0 < ratio < 1 or visits < 1:
         raise ConfigError(f"redundancy: ratio is {ratio} (between 0 and 1), visits is {visits} (at least 1).")
     if view.copies is None:
         return Verdict(reason="nothing to compare yet; features come with loader.attach(model) or embeddings=")
+    if not full and view.clock.keep >= 1:
+        return Verdict(reason="this window visits everything")
     return Verdict(keep=view.copies.turn(view.clock.window), reason="a copy of it is visited in its place")
 
 

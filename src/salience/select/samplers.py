@@ -6,9 +6,13 @@ import numpy as np
 
 from salience.errors import ConfigError
 from salience.registry import card
+from salience.select.noise import certainty
 from salience.select.view import Bools, Candidates, Draw, Floats, Ids
 
 Rng = np.random.Generator
+
+OVERDUE = 4
+"""Windows after which a sample comes first where samples are drawn at random."""
 
 
 @card(unbiased=True)
@@ -53,6 +57,42 @@ def probability(candidates: Candidates, budget: int, rng: Rng, *, power: float =
     inclusion = inclusion_probabilities(np.maximum(candidates.importance, floor) ** power, budget)
     positions = systematic(rng, inclusion)
     return Draw(positions=positions, inclusion=inclusion[positions].astype(np.float32))
+
+
+def unsure(
+    candidates: Candidates,
+    budget: int,
+    rng: Rng,
+    *,
+    floor: float = 0.1,
+    power: float = 1.0,
+    temper: float = 0.5,
+    certain: float = 0.25,
+) -> Draw:
+    """Prefers what the model is unsure of, as far as this run's own evidence allows: the sampler of `default`.
+
+    What is hard can be learnt: p ~ max(score, floor)^power, loss weights p^-temper, half-way between unbiased and hard-first.
+    No filter judges the labels (no logits, say): the same draw, unbiased. Labels are wrong, or the model contradicts more
+    than `certain` of the hard ones with certainty: at random, since then hardness selects wrong
+    labels, and every visit teaches them. Made for scores from 0 to 1, such as `unsureness`; never seen counts as 1.
+    """
+    if not 0 < floor <= 1 or power < 0 or not 0 <= temper <= 1 or not 0 <= certain <= 1:
+        raise ConfigError(
+            f"unsure: floor is {floor} (above 0, at most 1), power {power} (at least 0), temper {temper} (0 to 1), "
+            f"certain {certain} (0 to 1)."
+        )
+    view = candidates.view
+    doubtful = candidates.noise is not None and (
+        candidates.noise > 0 or certainty(view.label, view.vote, view.vote_p, view.confidence) > certain
+    )
+    if doubtful:
+        overdue = (view.age[candidates.ids] >= OVERDUE).astype(np.float32)
+        return Draw(positions=np.flatnonzero(top(overdue + rng.random(len(candidates), dtype=np.float32), budget)))
+    raw = np.nan_to_num(candidates.raw, nan=1.0)
+    inclusion = inclusion_probabilities(np.maximum(raw, floor) ** power, budget)
+    positions = systematic(rng, inclusion)
+    chosen = inclusion[positions].astype(np.float32)
+    return Draw(positions=positions, inclusion=chosen, temper=1.0 if candidates.noise is None else temper)
 
 
 @card(unbiased=True, exact=False)

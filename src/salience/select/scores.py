@@ -23,6 +23,14 @@ def difficulty(view: View) -> Floats:
     return view.mean_loss if np.isnan(view.el2n).all() else view.el2n
 
 
+def unsureness(view: View) -> Floats:
+    """1 - the exponential mean of p(label), from 0 to 1; without logits 1 - exp(-mean loss), which is the same for
+    cross-entropy."""
+    if np.isnan(view.confidence).all():
+        return 1 - np.exp(-np.maximum(view.mean_loss, 0))
+    return 1 - view.confidence.astype(np.float32)
+
+
 def staleness(view: View) -> Floats:
     """Windows since the last visit: what we know least about now."""
     return view.age.astype(np.float32)

@@ -1,23 +1,40 @@
-"""What a run taught us about its samples, as plain numbers: classes, hardest, never learnt, and what selection would skip."""
+"""What a run taught us about its samples, as plain numbers: classes, hardest, never learnt, what selection would save."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
 from salience.config import SelectConfig
 from salience.ledger import Ledger
+from salience.select.enough import Shorter, shorter, training_fall
 from salience.select.findings import SHOWN, balance, findings
 from salience.select.pipeline import Pipeline
 from salience.select.view import Reference
 
+Results = Sequence[tuple[float, float]]
+"""Progress and metric of validation results."""
+
 
 def summarise(
-    ledger: Ledger, forecast_with: SelectConfig, *, windows: int, seed: int = 0, reference: Reference | None = None
+    ledger: Ledger,
+    forecast_with: SelectConfig,
+    *,
+    windows: int,
+    seed: int = 0,
+    batch_size: int = 1,
+    reference: Reference | None = None,
+    evaluations: Results | None = None,
+    selected: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
-    """JSON-ready summary of a ledger; the forecast runs `forecast_with` over `windows` windows on what is known now."""
+    """JSON-ready summary of a ledger; the forecast runs `forecast_with` over `windows` windows on what is known now.
+
+    `evaluations` are the validation results of the run; None where only its ledger is known. `selected` are the windows and
+    visits that a selecting run has made.
+    """
     seen = ledger.seen > 0
     known = seen & np.isfinite(ledger.mean_loss)
     hardest = _top(np.where(known, ledger.mean_loss, -np.inf), int(known.sum()))
@@ -38,30 +55,71 @@ def summarise(
         "never_learnt_samples": [_sample(ledger, int(i)) for i in never[:SHOWN]],
         "suspects": _suspects(ledger),
         "forgotten": int((ledger.forgotten > 0).sum()) if classified.any() else None,
-        "forecast": forecast(ledger, forecast_with, windows=windows, seed=seed, reference=reference),
-    }
+        "forecast": forecast(
+            ledger, forecast_with, windows=windows, seed=seed, batch_size=batch_size, reference=reference,
+            evaluations=evaluations,
+        ),
+        "selected": None if selected is None or not selected[0] else _saved(*selected, ledger.n),
+    }  # fmt: skip
 
 
 def forecast(
-    ledger: Ledger, config: SelectConfig, *, windows: int, seed: int = 0, reference: Reference | None = None
+    ledger: Ledger,
+    config: SelectConfig,
+    *,
+    windows: int,
+    seed: int = 0,
+    batch_size: int = 1,
+    reference: Reference | None = None,
+    evaluations: Results | None = None,
 ) -> dict[str, Any]:
-    """Visits `config` would have spent over `windows` windows, and which samples a middle window would leave out."""
+    """Visits `config` would have spent over `windows` windows, whom a middle window would leave out, and what that costs.
+
+    The cost is that of a run on all data with as many visits (`Shorter`), since it is the one that a curve can tell.
+    """
     pipeline = Pipeline(config, reference=reference)
-    budgets = [pipeline.budget(window, windows, ledger.n) for window in range(windows)]
+    budgets = np.array([pipeline.budget(window, windows, ledger.n) for window in range(windows)])
     middle = windows // 2
-    plan = pipeline.plan(ledger, window=middle, windows=windows, batch_size=1, seed=seed)
+    plans = {
+        window: pipeline.plan(ledger, window=window, windows=windows, batch_size=batch_size, seed=seed)
+        for window in _telling_windows(budgets, middle)
+    }
+    order = sorted(plans, key=lambda window: budgets[window])
+    spent = np.interp(budgets, budgets[order], [float(len(plans[window])) for window in order])
+    visits, full = round(float(spent.sum())), windows * ledger.n
     skipped = np.ones(ledger.n, dtype=bool)
-    skipped[plan.ids] = False
+    skipped[plans[middle].ids] = False
     known = skipped & np.isfinite(ledger.mean_loss)
     return {
-        "windows": windows,
-        "visits": int(sum(budgets)),
-        "visits_full": windows * ledger.n,
-        "saved": 1 - sum(budgets) / (windows * ledger.n),
+        **_saved(windows, visits, ledger.n),
         "skipped_in_middle": int(skipped.sum()),
         "skipped_mean_loss": float(ledger.mean_loss[known].mean()) if known.any() else None,
+        **asdict(_shorter(ledger, evaluations, share=visits / full, epochs=windows)),
         "config": config.to_dict(),
     }
+
+
+def _telling_windows(budgets: np.ndarray, middle: int) -> list[int]:
+    """The middle window, and those nearest to it with the least and the largest budget: what filters do shows in each."""
+    far = np.abs(np.arange(len(budgets)) - middle)
+    ends = [int(np.argmin(np.where(budgets == end, far, len(budgets)))) for end in (budgets.min(), budgets.max())]
+    found = {int(budgets[window]): window for window in (*ends, middle)}
+    return list(found.values())
+
+
+def _saved(windows: int, visits: int, population: int) -> dict[str, Any]:
+    full = windows * population
+    return {"windows": windows, "visits": visits, "visits_full": full, "saved": 1 - visits / full}
+
+
+def _shorter(ledger: Ledger, evaluations: Results | None, *, share: float, epochs: int) -> Shorter:
+    """What a run on all data with `share` of the visits would lose, by the results, else as far as training losses tell."""
+    progress, metric = zip(*evaluations, strict=True) if evaluations else ((), ())
+    fall = training_fall(ledger.last_loss, ledger.mean_loss, float(ledger.seen.mean()))
+    found = shorter(progress, metric, share=share, epochs=epochs, fall=fall)
+    if evaluations is not None:
+        return found
+    return replace(found, cannot_say="a ledger holds no validation results; `salience report` has them from the log")
 
 
 def _suspects(ledger: Ledger) -> dict[str, Any] | None:

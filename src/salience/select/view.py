@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +28,6 @@ class Clock:
     """Windows of the whole run; in observe mode without `epochs`, the ones so far."""
     keep: float = 1.0
     """Share of the samples the life-cycle curve grants this window."""
-    noise: float = 0.0
-    """Share of wrong labels the filters estimated for the window before; 0 where they saw none."""
     steered: float | None = None
     """Share that `keep = "auto"` was steered to; None where nothing steers."""
 
@@ -68,12 +67,25 @@ class View:
         self._ledger = ledger
         self._reference = reference
 
+    @property
+    def vote(self) -> npt.NDArray[np.int32]:
+        """Likeliest classes by all visits, averaged, int32 [n, VOTES], read-only."""
+        return _read_only(self._ledger.vote)
+
+    @property
+    def vote_p(self) -> npt.NDArray[np.float16]:
+        """Their averaged probabilities, float16 [n, VOTES], read-only; 0 = none."""
+        return _read_only(self._ledger.vote_p)
+
+    @property
+    def course(self) -> Sequence[tuple[float, float, float, float]]:
+        """How often predictions contradicted labels, window by window: see `Ledger.course`."""
+        return tuple(self._ledger.course)
+
     def __getattr__(self, name: str) -> npt.NDArray[Any]:
         if name not in COLUMNS:
             raise AttributeError(f"A view has no column {name!r}; it has {', '.join(COLUMNS)}.")
-        column = self._ledger[name].view()
-        column.setflags(write=False)
-        return column
+        return _read_only(self._ledger[name])
 
     @property
     def reference(self) -> Floats:
@@ -100,6 +112,12 @@ class View:
         age = np.int32(self.clock.window) - self.last_seen
         age.setflags(write=False)
         return age
+
+
+def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    view = array.view()
+    view.setflags(write=False)
+    return view
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -150,3 +168,6 @@ class Draw:
     """int64 [m], each at most once, any order."""
     inclusion: Floats | None = None
     """Probability with which each drawn sample was to be drawn, float32 [m]; None where it has no meaning."""
+    temper: float | None = None
+    """Exponent on the loss weights 1 / p: 1 is unbiased, less prefers what is drawn often; None: 1 if the sampler's card
+    says `unbiased`, else no weights."""

@@ -7,14 +7,19 @@ import numpy as np
 from salience.select.view import Floats
 
 
-def loss_weights(inclusion: Floats | None, drawn: int, population: int) -> Floats:
+def loss_weights(inclusion: Floats | None, drawn: int, population: int, temper: float = 1.0) -> Floats:
     """w_i = (drawn / population) / p_i, so that sum(w * l) / drawn estimates the mean loss over the population.
 
-    E[w] = 1. Without inclusion probabilities (a rule that means to be biased) every weight is 1.
+    E[w] = 1. Without inclusion probabilities (a rule that means to be biased) every weight is 1. A `temper` below 1 is the
+    exponent on these weights, scaled to mean 1: half-way between unbiased and preferring what is drawn often.
     """
     if inclusion is None:
         return np.ones(drawn, dtype=np.float32)
-    return (np.float32(drawn / max(1, population)) / inclusion).astype(np.float32)
+    weights = (np.float32(drawn / max(1, population)) / inclusion).astype(np.float32)
+    if temper == 1:
+        return weights
+    weights = weights ** np.float32(temper)
+    return (weights / max(float(weights.mean()), 1e-9)).astype(np.float32) if drawn else weights
 
 
 def scaled_weights(weights: Floats, factor: Floats) -> Floats:

@@ -1,0 +1,65 @@
+"""Whole batches: a window that selects is a whole number of equal batches.
+
+A short last batch is a step at full learning rate on a few samples, with batch-norm statistics of a few samples, once per
+window; where windows are short it costs more than good selection gains. Equal shapes also suit `torch.compile`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from salience.select.view import Bools, Floats, Ids
+
+Rng = np.random.Generator
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batching:
+    """How the visits of a selecting window become optimizer steps."""
+
+    size: int
+    """Samples per step on each rank."""
+    world: int = 1
+    constant: bool = False
+    """True if every window has as many steps as a full one, by batches that shrink with its visits."""
+    drop_last: bool = False
+
+    def batch(self, granted: int, population: int) -> int:
+        """Samples per step over all ranks in a window that was granted so many visits; never more than there are samples."""
+        per_rank = max(1, round(self.size * granted / population)) if self.constant else self.size
+        return min(self.world * per_rank, max(self.world, population))
+
+    def steps(self, granted: int, population: int, *, last: bool) -> int:
+        """Whole batches nearest to `granted` visits; of everything: rounded down, and up in the last window of the run."""
+        batch = self.batch(granted, population)
+        most = population // batch
+        if granted < population:
+            return max(1, min(round(granted / batch), most))
+        return max(1, -(-population // batch) if last and not self.drop_last else most)
+
+    def visits(self, granted: int, population: int, *, last: bool) -> int:
+        return self.steps(granted, population, last=last) * self.batch(granted, population)
+
+
+def trimmed(batch: int, keep: Bools, waited: Bools, rng: Rng) -> Bools:
+    """Which of m drawn samples stay so that they fill whole batches, bool [m].
+
+    Those left out are drawn at random among samples that are neither in `keep` nor `waited`, as far as there are enough of
+    them: what is left of one full window is never left out of the next.
+    """
+    m = len(keep)
+    over = m % batch if m > batch else 0
+    stay = np.ones(m, dtype=bool)
+    stay[np.lexsort((rng.random(m), waited, keep))[:over]] = False
+    return stay
+
+
+def filled(ids: Ids, weights: Floats, batch: int, rng: Rng) -> tuple[Ids, Floats]:
+    """The last batch completed by second visits of samples from other batches; the last window leaves nothing out."""
+    over = len(ids) % batch
+    if over == 0 or len(ids) < batch:
+        return ids, weights
+    again = rng.choice(len(ids) - over, batch - over, replace=False)
+    return np.concatenate((ids, ids[again])), np.concatenate((weights, weights[again]))

@@ -1,0 +1,104 @@
+"""The sampler of `default`: prefers what can be learnt, never wrong labels, and is unbiased where nobody judges them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import salience
+from salience.errors import ConfigError
+from salience.ledger import Ledger
+from salience.select import Candidates, Clock, View
+from salience.select.noise import certainty
+from salience.select.samplers import unsure
+from salience.select.weights import loss_weights
+
+N = 4000
+
+
+def candidates(noise: float | None, *, certain: float = 0.0) -> Candidates:
+    """A quarter is hard; of those labels the model contradicts a share `certain` with certainty, the rest without."""
+    rng = np.random.default_rng(0)
+    ledger = Ledger(N)
+    ledger.set_labels(np.arange(N) % 5)
+    ledger.last_seen[:] = 3
+    hard = np.arange(N) < N // 4
+    sure = hard & (rng.random(N) < certain)
+    ledger.confidence[:] = np.where(sure, 0.02, np.where(hard, 0.3, 0.95))
+    ledger.vote[:, 0] = np.where(hard, (ledger.label + 1) % 5, ledger.label)
+    ledger.vote_p[:, 0] = np.where(sure, 0.95, np.where(hard, 0.45, 0.95))
+    view = View(ledger, Clock(window=4, windows=20, keep=0.5))
+    raw = (1 - ledger.confidence).astype(np.float32)
+    return Candidates(view=view, ids=np.arange(N), importance=raw, noise=noise, raw_of_all=raw)
+
+
+def drawn(noise: float | None, **options: float) -> float:
+    """Share of the hard samples that is drawn."""
+    draw = unsure(candidates(noise, **options), N // 2, np.random.default_rng(1))
+    assert len(set(draw.positions.tolist())) == N // 2
+    return float((draw.positions < N // 4).sum() / (N // 4))
+
+
+def test_what_can_be_learnt_is_preferred():
+    assert drawn(0.0) == pytest.approx(1.0)
+    assert drawn(float("nan")) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("noise", "certain"), [(0.2, 0.0), (0.0, 0.5), (float("nan"), 0.5)])
+def test_the_cut_is_random_where_hardness_would_select_wrong_labels(noise, certain):
+    assert drawn(noise, certain=certain) == pytest.approx(0.5, abs=0.05)
+
+
+def test_random_cuts_bring_back_what_waited_long():
+    some = candidates(0.2)
+    some.view._ledger.last_seen[:100] = 0
+    draw = unsure(some, N // 4, np.random.default_rng(1))
+    assert set(range(100)) <= set(draw.positions.tolist())
+
+
+def test_without_a_judgement_the_weighted_mean_is_unbiased():
+    some = candidates(None)
+    value = np.where(np.arange(N) < N // 4, 3.0, 1.0)
+    means = []
+    for seed in range(200):
+        draw = unsure(some, N // 2, np.random.default_rng(seed))
+        weights = loss_weights(draw.inclusion, len(draw.positions), N, draw.temper)
+        means.append((weights * value[draw.positions]).mean())
+    assert np.mean(means) == pytest.approx(value.mean(), abs=3 * np.std(means) / 14 + 1e-3)
+
+
+def test_tempered_weights_lie_between_plain_and_unbiased_with_mean_one():
+    inclusion = np.array([1.0, 0.25, 0.25, 0.25], dtype=np.float32)
+    half, whole = loss_weights(inclusion, 4, 8, 0.5), loss_weights(inclusion, 4, 8)
+    assert half.mean() == pytest.approx(1)
+    assert half[1] / half[0] == pytest.approx(2)
+    assert whole[1] / whole[0] == pytest.approx(4)
+    assert (loss_weights(inclusion, 4, 8, 0.0) == 1).all()
+
+
+def test_the_share_of_certain_contradictions_is_counted():
+    for share in (0.0, 0.3, 1.0):
+        view = candidates(0.0, certain=share).view
+        said = certainty(view.label, view.vote, view.vote_p, view.confidence)
+        assert said == pytest.approx(share, abs=0.05)
+    empty = Ledger(5)
+    assert certainty(empty.label, empty.vote, empty.vote_p, empty.confidence) == 0
+
+
+@pytest.mark.parametrize("options", [{"floor": 0}, {"power": -1}, {"temper": 2}, {"certain": -0.1}])
+def test_options_out_of_range_are_refused(options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        unsure(candidates(0.0), 10, np.random.default_rng(0), **options)
+
+
+def test_equal_scores_favour_no_class_on_disk():
+    """Folders sorted by class and a constant score: every class gets its share."""
+    selector = salience.Selector(1000, batch_size=50, epochs=10, select="default", labels=np.repeat(np.arange(10), 100))
+    counts = np.zeros(10)
+    import torch
+
+    for _ in range(10):
+        for ids, _ in selector:
+            selector.loss(torch.ones(len(ids)))
+        counts += np.bincount(selector.plan.ids // 100, minlength=10)
+    assert counts.max() < 1.15 * counts.min()
