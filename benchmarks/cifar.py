@@ -24,7 +24,7 @@ from salience.ledger.copies import Copies
 from salience.models import build
 from salience.seeds import torch_generator
 from salience.select.fetching import Stock
-from salience.select.noise import judge
+from salience.select.noise import evidence, judge, odds_of_wrong
 from salience.select.ranks import rank_normalise
 
 Data = dict[str, np.ndarray]
@@ -300,15 +300,17 @@ def found(selector: Any, labels: np.ndarray, truth: np.ndarray) -> dict[str, Any
 
 
 def noise_found(selector: Any, wrong: np.ndarray) -> dict[str, Any]:
-    """How well the noise filter tells wrong labels: AUROC of its suspicion, precision and recall of its verdict."""
-    found = judge(selector.ledger, before=max(0.01, selector.plan.noise))
-    suspect = found.suspects
-    order = rank_normalise(found.suspicion) * len(wrong)
+    """How well the noise filter tells wrong labels: AUROC of its odds, precision and recall of its verdict."""
+    ledger = selector.ledger
+    found, seen = judge(ledger), evidence(ledger.label, ledger.vote, ledger.vote_p)
+    suspect = found.suspects()
+    odds = odds_of_wrong(ledger.label, ledger.vote, ledger.vote_p, ledger.confidence, seen.transitions)
+    order = rank_normalise(odds) * len(wrong)
     n1, n0 = wrong.sum(), (~wrong).sum()
     auroc = (order[wrong].sum() - n1 * n1 / 2) / (n1 * n0)
     return {
         "auroc": round(float(auroc), 4),
-        "noise_rate": round(found.rate, 4),
+        "noise_rate": None if np.isnan(found.rate) else round(found.rate, 4),
         "recall": round(float(suspect[wrong].mean()), 4),
         "precision": round(float(wrong[suspect].mean()) if suspect.any() else 0.0, 4),
     }
