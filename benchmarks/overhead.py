@@ -9,8 +9,8 @@ one, in turns, for "auto" and "all" layers.
 What observing costs: `record_host_us` is what one call of `selector.loss(losses, logits, targets)` adds to `losses.mean()`
 for 128 samples of 10 classes, in host time, on the CPU and (nothing waits for it) on a GPU. `observe_ratio` is a training
 step of about 5 ms on one core, observed, over the same step without salience, through Selector, Loader (without and with
-two workers) and the loop of `salience train`, in windows of 48 steps. And under torch.compile, `loader.loss` outside
-and inside the compiled function: graph breaks, and graphs made after the first step of three windows.
+two workers) and the loop of `salience train`, in windows of 64 steps (with --quick 32). And under torch.compile,
+`loader.loss` outside and inside the compiled function: graph breaks, and graphs made after the first step of three windows.
 
 Embarrassing would be: record_host_us over 100, observe_ratio over 1.02, a graph break or a recompile by `loss`,
 copies_share (of a run, looking for near-copies) over 0.01,
@@ -263,8 +263,6 @@ def ghost_ratio(model: str, batch: int, turns: int) -> dict[str, Any]:
 
 OBSERVED = 128
 """Samples in a batch of what follows: with it a step of the model "mlp" takes about 5 ms on one core."""
-WINDOW = 48
-"""Batches of a window: a multiple of 16, so that what is done every 16 batches falls on the same ones in each."""
 CLASSES = 10
 
 
@@ -333,15 +331,16 @@ def mlp_step(reduce: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Step:
     return step
 
 
-def observe_ratio(name: str, plain: Any, again: Any, ours: Any, windows: int) -> dict[str, Any]:
+def observe_ratio(name: str, arms: Iterable[tuple[Any, Step]], windows: int, steps: int) -> dict[str, Any]:
     """Steps in turns, so that what disturbs the machine disturbs all. Of each step of a window the median over windows
-    counts: what salience does every so many steps, or between windows, is in it, and what other programs do is not."""
-    arms = [steps_of(*arm) for arm in (plain, again, ours)]
-    spent = np.zeros((windows + 1, WINDOW, 3, 2))
+    counts: what salience does every 16 steps (of which `steps` is a multiple), or between windows, is in it, and what
+    other programs do is not. `arms` are plain, plain again, and ours."""
+    running = [steps_of(*arm) for arm in arms]
+    spent = np.zeros((windows + 1, steps, 3, 2))
     for window in range(windows + 1):
-        for step in range(WINDOW):
+        for step in range(steps):
             for arm in np.roll(range(3), step + window):
-                spent[window, step, arm] = next(arms[arm])
+                spent[window, step, arm] = next(running[arm])
     spent = spent[1:]  # the first one starts workers and fills caches
 
     def ratios(of: np.ndarray) -> np.ndarray:
@@ -361,8 +360,8 @@ def observe_ratio(name: str, plain: Any, again: Any, ours: Any, windows: int) ->
     }
 
 
-def observe_selector(windows: int) -> dict[str, Any]:
-    x, y = images(OBSERVED * WINDOW)
+def observe_selector(windows: int, steps: int) -> dict[str, Any]:
+    x, y = images(OBSERVED * steps)
     selector = salience.Selector(len(x), batch_size=OBSERVED, labels=y.numpy())
 
     def plain() -> Iterator[tuple[Tensor, Tensor]]:
@@ -372,11 +371,11 @@ def observe_selector(windows: int) -> dict[str, Any]:
         return ((x[ids], y[ids]) for ids, _ in selector)
 
     arms = (plain, mlp_step(mean)), (plain, mlp_step(mean)), (ours, mlp_step(selector.loss))
-    return observe_ratio("selector", *arms, windows)
+    return observe_ratio("selector", arms, windows, steps)
 
 
-def observe_loader(workers: int, windows: int) -> dict[str, Any]:
-    data = TensorDataset(*images(OBSERVED * WINDOW))
+def observe_loader(workers: int, windows: int, steps: int) -> dict[str, Any]:
+    data = TensorDataset(*images(OBSERVED * steps))
     options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
     loader = salience.Loader(data, OBSERVED, **options)
     plain, again = (DataLoader(data, OBSERVED, shuffle=True, **options) for _ in range(2))
@@ -385,7 +384,7 @@ def observe_loader(workers: int, windows: int) -> dict[str, Any]:
         (lambda: again, mlp_step(mean)),
         (lambda: loader, mlp_step(loader.loss)),
     )
-    return observe_ratio(f"loader_{workers}", *arms, windows)
+    return observe_ratio(f"loader_{workers}", arms, windows, steps)
 
 
 class Unobserved:
@@ -399,6 +398,9 @@ class Unobserved:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
 
+    def __len__(self) -> int:
+        return len(self.plain)
+
     def __iter__(self) -> Iterator[Any]:
         return iter(self.plain)
 
@@ -411,16 +413,16 @@ def train_arm(run: Training) -> tuple[Callable[[], Iterable[Any]], Step]:
 
     def step(x: Tensor, y: Tensor) -> None:
         run._step(x, y, run.loader.epoch)
-        run.number = (run.number + 1) % WINDOW
+        run.number = (run.number + 1) % len(run.loader)
 
     run.model.train()
     return lambda: run.loader, step
 
 
-def observe_train(windows: int) -> dict[str, Any]:
+def observe_train(windows: int, steps: int) -> dict[str, Any]:
     """The loop of `salience train` as it is over the same with its loader's own work taken out. Looking for near-copies
     falls into few windows and is told apart: `copies_share`, by its own clock, of all the seconds of these windows."""
-    x, y = images(OBSERVED * WINDOW)
+    x, y = images(OBSERVED * steps)
     split = Split(
         train=TensorDataset(x, y), test=TensorDataset(x[:CLASSES], y[:CLASSES]), labels=y.numpy(), tested=CLASSES,
         classes=tuple(map(str, range(CLASSES))), size=32, source=None, ids=np.arange(len(x)),  # pyright: ignore
@@ -434,9 +436,9 @@ def observe_train(windows: int) -> dict[str, Any]:
             runs.append(Training(config, split, torch.device("cpu"), None))
         for run in runs[:2]:
             run.loader = Unobserved(run.loader)  # pyright: ignore
-        figures = observe_ratio("train", *map(train_arm, runs), windows)
+        figures = observe_ratio("train", map(train_arm, runs), windows, steps)
     stated = runs[2].loader.watch.seconds
-    seconds = (windows + 1) * WINDOW * figures["observe_step_ms_train"] / 1e3
+    seconds = (windows + 1) * steps * figures["observe_step_ms_train"] / 1e3
     return figures | {
         "train_overhead_stated": round(sum(stated.values()) / seconds, 4),
         "copies_share": round(stated.get("copies", 0.0) / seconds, 4),
@@ -490,11 +492,11 @@ def main() -> None:
         figures |= record_host(device, windows=21 if args.quick else 61)
     figures["record_host_us"] = max(figures[f"record_host_us_{device}"] for device in devices)
     print("observed training steps against plain ones, in turns ...", flush=True)
-    windows = 4 if args.quick else 40
-    figures |= observe_selector(windows)
+    windows, steps = (5, 32) if args.quick else (40, 64)
+    figures |= observe_selector(windows, steps)
     for workers in (0, 2):
-        figures |= observe_loader(workers, windows)
-    figures |= observe_train(max(windows, 6))  # near-copies are looked for at the start of the seventh window
+        figures |= observe_loader(workers, windows, steps)
+    figures |= observe_train(max(windows, 6), steps)  # near-copies are looked for at the start of the seventh window
     ways = ("selector", "loader_0", "loader_2", "train")
     figures["observe_ratio"] = max(figures[f"observe_ratio_{way}"] for way in ways)
     print("loss() beside and inside a compiled step ...", flush=True)
