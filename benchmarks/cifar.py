@@ -64,6 +64,14 @@ def corrupt(labels: np.ndarray, kind: str, share: float, seed: int, classes: int
     return out
 
 
+def long_tail(labels: np.ndarray, ratio: float, seed: int, classes: int = 10, most: int = 5000) -> np.ndarray:
+    """Positions of a sample with `most * ratio^(-c / (classes - 1))` of class c, shuffled."""
+    rng = np.random.default_rng((seed, 78))
+    counts = [round(most * ratio ** (-c / (classes - 1))) for c in range(classes)]
+    picked = [rng.permutation(np.flatnonzero(labels == c))[:count] for c, count in enumerate(counts)]
+    return rng.permutation(np.concatenate(picked))
+
+
 def with_copies(x: np.ndarray, y: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """As many images, of which `share` are near-copies of others: moved by up to a pixel, brightness +-8%, noise of 4/255.
 
@@ -104,6 +112,8 @@ class Spec:
     """Without salience: a shuffled pass over everything, losses.mean()."""
     samples: int = 0
     """Train on the first so many samples of a fixed shuffle; 0 = all."""
+    tail: float = 1.0
+    """The first class has this many times the samples of the last one, falling by a constant factor."""
     model: str = "resnet9"
     flip: bool = True
     scale: float = 1.0
@@ -186,6 +196,11 @@ def crop_flip(x: Tensor, generator: torch.Generator, flips: bool = True) -> Tens
     return padded.permute(0, 2, 3, 1)[index, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
+def condition(spec: Spec) -> str:
+    """What was done to the data, in a word; empty = nothing."""
+    return f"{spec.noise}{spec.share:g}" if spec.noise else f"tail{spec.tail:g}" if spec.tail > 1 else ""
+
+
 def train(spec: Spec, data: Data, device: str = "cuda", keep: list[nn.Module] | None = None) -> dict[str, Any]:
     """Train once; accuracy on the clean test labels, visits in passes, seconds, what the filters found.
 
@@ -196,6 +211,9 @@ def train(spec: Spec, data: Data, device: str = "cuda", keep: list[nn.Module] | 
     x = data["train_x"]
     if spec.samples:
         some = np.random.default_rng(79).permutation(len(truth))[: spec.samples]
+        x, truth = x[some], truth[some]
+    if spec.tail > 1:
+        some = long_tail(truth, spec.tail, spec.seed)
         x, truth = x[some], truth[some]
     labels = corrupt(truth, spec.noise, spec.share, spec.seed) if spec.noise else truth
     origin = None
@@ -257,9 +275,11 @@ def train(spec: Spec, data: Data, device: str = "cuda", keep: list[nn.Module] | 
         backward = int(selector.ledger.trained.sum()) + round(extra * len(y))
     if keep is not None:
         keep.append(model)
+    right = correct(model, data, mean, std, device)
+    by_class = [float(right[data["test_y"] == c].mean()) for c in np.unique(data["test_y"])]
     return {
-        "name": spec.name, "seed": spec.seed, "noise": f"{spec.noise}{spec.share:g}" if spec.noise else "",
-        "accuracy": round(100 * accuracy(model, data, mean, std, device), 3),
+        "name": spec.name, "seed": spec.seed, "noise": condition(spec),
+        "accuracy": round(100 * float(right.mean()), 3), "worst": round(100 * min(by_class), 2),
         "visits": round(forward / len(y), 3), "backward": round(backward / len(y), 3), "seconds": round(seconds, 2),
         "history": history, **({"fetched": selector.fetched} if spec.cache and not spec.plain else {}),
         **({} if origin is None or spec.plain else copies_found(selector, origin)),
@@ -276,15 +296,16 @@ def _oracle(right: np.ndarray) -> Any:
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, data: Data, mean: Tensor, std: Tensor, device: str) -> float:
+def correct(model: nn.Module, data: Data, mean: Tensor, std: Tensor, device: str) -> np.ndarray:
+    """Which test images the model gets right, bool [n]; each is looked at twice, once mirrored."""
     model.eval()
-    right = 0
+    right: list[np.ndarray] = []
     for k in range(0, len(data["test_y"]), 1000):
         x = (torch.from_numpy(data["test_x"][k : k + 1000]).to(device) - mean) / std
         with torch.autocast("cuda", torch.bfloat16, enabled=device != "cpu"):
-            guess = (model(x) + model(x.flip(3))).argmax(1)  # the usual mirrored second look
-        right += int((guess.cpu().numpy() == data["test_y"][k : k + 1000]).sum())
-    return right / len(data["test_y"])
+            guess = (model(x) + model(x.flip(3))).argmax(1)
+        right.append(guess.cpu().numpy() == data["test_y"][k : k + 1000])
+    return np.concatenate(right)
 
 
 def found(selector: Any, labels: np.ndarray, truth: np.ndarray) -> dict[str, Any]:

@@ -375,7 +375,7 @@ def train_treated(arm: str, data: dict[str, np.ndarray], seed: int, *, epochs: i
             loss.backward()
             optimizer.step()
             schedule.step()
-    accuracy = 100 * cifar.accuracy(model, data, mean, std, device)
+    accuracy = 100 * float(cifar.correct(model, data, mean, std, device).mean())
     return {"name": arm, "seed": seed, "accuracy": round(accuracy, 3), "fresh_share": round(fresh / (n * epochs), 3)}
 
 

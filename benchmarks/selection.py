@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cifar import Data, Spec, load, train
+from cifar import Data, Spec, condition, load, train
 from salience.config import Fetching, SelectConfig, Use
 from salience.images.glyphs import render
 from salience.select import preset
@@ -79,7 +79,17 @@ def specs() -> dict[str, list[Spec]]:
     rules = [Spec(name=name, select=name, epochs=epochs) for name, epochs in PRESETS.items()]
     rules += [replace(chance, seed=0), replace(chance, seed=1), *NEW_PRESETS]
     again = [replace(rule, seed=seed) for seed in (1, 2) for rule in rules[: len(PRESETS)]]
-    return {"clean": clean, "noise": noise, "copies": copies, "presets": rules + again, "io": io_specs()}
+    rare = [replace(s, tail=50, seed=seed) for seed in range(3) for s in (full, shorter, ours)]
+    long = [replace(s, name=f"{s.name}100", epochs=round(s.epochs * 100 / 24)) for s in (full, shorter, ours)]
+    return {
+        "clean": clean,
+        "tail": rare,
+        "long": long,
+        "noise": noise,
+        "copies": copies,
+        "presets": rules + again,
+        "io": io_specs(),
+    }
 
 
 def io_specs() -> list[Spec]:
@@ -132,7 +142,7 @@ def quick_data() -> Data:
 
 def key(row: Any) -> str:
     get = row.get if isinstance(row, dict) else lambda name: getattr(row, name)
-    noise = get("noise") if isinstance(row, dict) else f"{row.noise}{row.share:g}" if row.noise else ""
+    noise = get("noise") if isinstance(row, dict) else condition(row)
     return f"{get('name')}/{noise}/{get('seed')}"
 
 
@@ -248,7 +258,7 @@ def main() -> None:
     parser.add_argument("--rows", default="runs/selection.jsonl", help="where finished rows are kept")
     parser.add_argument("--jobs", type=int, default=8, help="processes that share the device")
     parser.add_argument(
-        "--parts", default="", help="of time,clean,noise,copies,presets,io (the default); clicks,text,segment"
+        "--parts", default="", help="of time,clean,tail,long,noise,copies,presets,io (the default); clicks,text,segment"
     )
     parser.add_argument("--seeds", type=int, default=3, help="seeds of clicks, text and segment")
     parser.add_argument("--show", default="", help="print table and figures of a file of rows, and run nothing")
