@@ -19,7 +19,7 @@ from salience.report.sinks import Sink
 from salience.run import Run
 from salience.run.copying import Copying
 from salience.run.iterating import BatchIterator, BatchSource, Doors
-from salience.run.part import Setup, Voice
+from salience.run.part import Setup, Voice, parse_count
 from salience.run.planning import Planning
 from salience.run.recording import Recording
 from salience.run.selection import Select
@@ -44,6 +44,7 @@ class Parts:
         select: Select,
         seed: int,
         drop_last: bool,
+        window: int | str | None,
         generator: torch.Generator | None,
         ledger: Ledger | str | Path | None,
         reference: Opinion | Sequence[Opinion] | None,
@@ -55,8 +56,9 @@ class Parts:
         strict: bool,
     ) -> None:
         self.setup = Setup(
-            n=n, batch_size=batch_size, epochs=epochs, seed=seed, drop_last=drop_last, group=current_group()
-        )
+            n=n, batch_size=batch_size, epochs=epochs, seed=seed, drop_last=drop_last, group=current_group(),
+            window=None if window is None else parse_count(window),
+        )  # fmt: skip
         events = log if isinstance(log, EventLog) else EventLog(log if self.setup.rank == 0 else None)
         self.voice = Voice(events, strict=strict)
         open_sinks(self.setup, self.voice, sinks)
@@ -96,7 +98,7 @@ class Door:
         return self._doors.iterate()
 
     def __len__(self) -> int:
-        """Batches of the window in progress, or of the next one; exact once iter() was called."""
+        """Batches of the epoch in progress, or of the next one; exact once iter() was called, if it is planned at once."""
         return len(self._run)
 
     # --- losses ---
@@ -232,8 +234,8 @@ class Door:
 
     @property
     def epoch(self) -> int:
-        """The window in progress, or the next one between two windows."""
-        return self._run.course.epoch
+        """The epoch in progress, or the next one between two epochs."""
+        return self._run.course.window // self._run.setup.pieces
 
     @property
     def progress(self) -> float:

@@ -59,7 +59,8 @@ class Loader(Door):
 
     `select` unset = observe: the batches of `DataLoader(shuffle=True, generator=g)` with g seeded by `seed` (or the
     `generator` given), and the ledger fills. DataLoader's other arguments pass through. `with_ids=True` delivers
-    `(ids, batch)`, for loops that fetch ahead. `ledger` starts from what another run learnt, `reference` is what
+    `(ids, batch)`, for loops that fetch ahead. `window` ("1M") is how many samples are planned at once, where an epoch
+    is too large for that. `ledger` starts from what another run learnt, `reference` is what
     other models think of the samples (for `rho`, `proxy`, `cscore`), `baseline` the event logs of earlier runs, by which
     `keep = "auto"` is steered. `trace` records the plans in a folder, `log` is the JSONL event log, `sinks` are other
     places for its figures ("tensorboard:runs/tb", "wandb:project", "mlflow:uri", or a function of each event). A failing
@@ -92,6 +93,7 @@ class Loader(Door):
         seed: int = 0,
         with_ids: bool = False,
         drop_last: bool = False,
+        window: int | str | None = None,
         collate_fn: Any = None,
         decode: Decode | None = None,
         augment: Sequence[Stage | Callable[..., Any]] | None = None,
@@ -126,14 +128,14 @@ class Loader(Door):
             dataset = SourceDataset(dataset, decode if stages is None else None)
         elif decode is not None:
             raise ConfigError(f"decode= is for a salience.Source; a {type(dataset).__name__} decodes by itself.")
-        chooser = Auto(auto, baseline, epochs=epochs, policy=policy) if auto else None
-        if chooser is None and policy != "heuristic":
+        if not auto and policy != "heuristic":
             raise ConfigError(f"policy={policy!r} is how auto decides; pass auto=True with it.")
         parts = Parts(
             _length(dataset), batch_size=batch_size, epochs=epochs, select=select, seed=seed, drop_last=drop_last,
-            generator=generator, ledger=ledger, reference=reference, baseline=baseline, embeddings=embeddings, trace=trace,
-            log=log, sinks=sinks, strict=strict,
+            window=window, generator=generator, ledger=ledger, reference=reference, baseline=baseline,
+            embeddings=embeddings, trace=trace, log=log, sinks=sinks, strict=strict,
         )  # fmt: skip
+        chooser = Auto(auto, baseline, epochs=parts.setup.windows, policy=policy) if auto else None
         self.dataset, self.with_ids = dataset, with_ids
         group, workers = parts.setup.group, dataloader.get("num_workers", 0)
         feeding = Feeding(
@@ -180,7 +182,9 @@ class Loader(Door):
             )  # fmt: skip
         run = parts.run(feeding=feeding, staging=staging, deciding=deciding, options=source.options)
         if deciding is not None:
-            deciding.auto.start(deciding.settings, len(run), decides=parts.setup.rank == 0, adopted=bool(adopted))
+            deciding.auto.start(
+                deciding.settings, parts.planning.steps(0), decides=parts.setup.rank == 0, adopted=bool(adopted)
+            )
         super().__init__(
             run, source, functools.partial(_scorer, source.inner.dataset, collate, parts.setup.n, batch_size)
         )

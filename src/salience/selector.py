@@ -44,6 +44,7 @@ class Selector(Door):
         labels: npt.ArrayLike | None = None,
         device: torch.device | str = "cpu",
         drop_last: bool = False,
+        window: int | str | None = None,
         generator: torch.Generator | None = None,
         ledger: Ledger | str | Path | None = None,
         reference: Opinion | Sequence[Opinion] | None = None,
@@ -55,9 +56,9 @@ class Selector(Door):
         strict: bool = False,
     ) -> None:
         parts = Parts(
-            n, batch_size=batch_size, epochs=epochs, select=select, seed=seed, drop_last=drop_last, generator=generator,
-            ledger=ledger, reference=reference, baseline=baseline, embeddings=embeddings, trace=trace, log=log, sinks=sinks,
-            strict=strict,
+            n, batch_size=batch_size, epochs=epochs, select=select, seed=seed, drop_last=drop_last, window=window,
+            generator=generator, ledger=ledger, reference=reference, baseline=baseline, embeddings=embeddings, trace=trace,
+            log=log, sinks=sinks, strict=strict,
         )  # fmt: skip
         if labels is not None:
             parts.recording.ledger.set_labels(labels)

@@ -155,8 +155,8 @@ def test_a_killed_run_ends_with_the_parameters_of_one_never_stopped(place: Path,
     # The first epoch has six batches, or five whole ones.
     killed = salience(*given, cwd=place, END_BY="SIGKILL:8" if select else "SIGKILL:9")
     assert killed.returncode == -signal.SIGKILL
-    left = checkpoint.read(Path("out/last.pt"))["loader"]
-    assert (left["epoch"], left["delivered"]) == (1, [0, 1])
+    left = checkpoint.read(Path("out/last.pt"))["loader"]["course"]
+    assert (left["window"], left["delivered"]) == (1, [0, 1])
     assert main(["train", "--resume", "--out", "out"]) == 0
     assert main([*given, "--out", "whole"]) == 0
     assert same(parameters("out"), parameters("whole"))

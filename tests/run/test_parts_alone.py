@@ -122,7 +122,7 @@ def test_course_counts_visits_and_progress_over_windows():
         course.deliver(number)
     assert (course.complete, course.visits) == (True, N)
     course.end()
-    assert (course.epoch, course.progress, course.open) == (1, 0.5, False)
+    assert (course.window, course.progress, course.open) == (1, 0.5, False)
     again = Course()
     again.load_state_dict(course.state_dict())
     assert again.state_dict() == course.state_dict()

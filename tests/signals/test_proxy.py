@@ -125,7 +125,7 @@ def test_a_resumed_run_has_the_proxy_of_one_that_never_stopped(problem, tmp_path
 
     (whole, proxy), (resumed, again) = run(), run(run(stop=stop))
     assert torch.equal(again.weight, proxy.weight)
-    np.testing.assert_array_equal(resumed._opinion().loss, whole._opinion().loss)
+    np.testing.assert_array_equal(resumed._run.sensing.reference.loss, whole._run.sensing.reference.loss)
     np.testing.assert_array_equal(resumed.plan.ids, whole.plan.ids)
 
 
@@ -136,7 +136,7 @@ def test_a_resumed_run_without_its_proxy_is_told_to_attach_it(problem):
     state = loader.state_dict()
     resumed = salience.Loader(problem, 50, epochs=EPOCHS)
     resumed.load_state_dict(state)
-    assert torch.equal(resumed.state_dict()["proxy"]["model"]["weight"], state["proxy"]["model"]["weight"])
+    assert torch.equal(resumed.state_dict()["parts"]["sensing"]["proxy"]["model"]["weight"], state["parts"]["sensing"]["proxy"]["model"]["weight"])
     with pytest.raises(StateError, match=r"attach\(model, proxy="):
         next(iter(resumed))
     with pytest.raises(StateError, match="another one"):

@@ -116,7 +116,7 @@ def test_a_run_that_was_resumed_gives_the_same_tensors_without_the_memory():
     second.load_state_dict(state)
     tail = run(second, 3)
     assert_same(whole, [*head, {**stopped, **tail[0]}, *tail[1:]])
-    assert second._treating.counts["missed"] > 0
+    assert second._run.staging.treating.counts["missed"] > 0
 
 
 def test_a_state_of_other_stages_is_refused():

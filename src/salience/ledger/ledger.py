@@ -63,6 +63,17 @@ class Ledger:
         """How often predictions contradicted labels, one row per window: of all, where surest, how many those are, and the
         share of samples that the window before had left out for their labels."""
 
+    def grown(self, n: int) -> Ledger:
+        """A private ledger of `n` rows that begins with the rows of this one; new rows are as of samples never seen."""
+        if n < self.n:
+            raise ConfigError(f"The ledger has {self.n} rows and cannot shrink to {n}.")
+        larger = Ledger(n)
+        for name in COLUMNS:
+            larger[name][: self.n] = self[name]
+        larger.vote[: self.n], larger.vote_p[: self.n] = self.vote, self.vote_p
+        larger.course = list(self.course)
+        return larger
+
     @classmethod
     def shared(cls, n: int, path: Path, *, create: bool) -> Ledger:
         """A ledger in a memory-mapped file, one copy for all processes of a node; the caller unlinks the file."""

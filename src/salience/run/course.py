@@ -12,7 +12,7 @@ class Course:
     """Counts windows, batches and visits. A window is open from its plan until it is closed."""
 
     def __init__(self) -> None:
-        self.epoch = 0
+        self.window = 0
         """The window in progress, or the next one between two windows."""
         self.shard: Shard | None = None
         """This rank's part of the window in progress, or of the last one: a loop that fetches ahead is late with losses."""
@@ -59,7 +59,7 @@ class Course:
         """Leave the window."""
         self._visited, self.open, self.pending, self.delivered = self.visits, False, False, set()
         self._span = self._span[1], self._span[1]
-        self.epoch += 1
+        self.window += 1
 
     @property
     def complete(self) -> bool:
@@ -88,14 +88,14 @@ class Course:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "epoch": self.epoch, "visited": self._visited, "span": list(self._span),
+            "window": self.window, "visited": self._visited, "span": list(self._span),
             "visits_expected": self.visits_expected, "delivered": sorted(self.delivered),
             "started": self.started,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         start, end = state["span"]
-        self.epoch, self._visited, self._span = int(state["epoch"]), int(state["visited"]), (float(start), float(end))
+        self.window, self._visited, self._span = int(state["window"]), int(state["visited"]), (float(start), float(end))
         self.visits_expected = state["visits_expected"]
         self.started = bool(state["started"])
         self.shard, self.open, self.pending, self.delivered = None, False, False, set()

@@ -72,7 +72,7 @@ class Doors:
 
 
 class BatchIterator(Iterator[Any]):
-    """The batches of one window as the training loop receives them.
+    """The batches of one epoch as the training loop receives them: those of one window, or of several in a row.
 
     After an exception from `next` the rest of the window can still be had. An iterator that is taken while another one is in
     the middle of its window (`next(iter(loader))` inside the loop, `zip(loader, loader)`) is a peek: its batches come in an
@@ -85,9 +85,9 @@ class BatchIterator(Iterator[Any]):
         self._peeking: Iterator[Any] | None = None
         self._batch: Batch | None = None
         """The batch the loop is working on."""
-        self._done = self._failed = False
+        self._done = self._failed = self._ends = False
         if doors.other(self) is None:
-            self._arriving = doors.claim(self)
+            self._claim()
 
     def __iter__(self) -> BatchIterator:
         return self
@@ -112,26 +112,40 @@ class BatchIterator(Iterator[Any]):
             if other is not None and other.in_use:
                 self._peeking = self._doors.peek()
                 return next(self._peeking)
-            self._arriving = self._doors.claim(self)
+            self._claim()
         run = self._doors.run
         self._failed = True
         if self._batch is not None:
             batch, self._batch = self._batch, None
             run.take_back(batch)
-        try:
-            self._batch = next(self._arriving)
-        except StopIteration:
-            self.let_go()
-            self._done = True
-            run.planning.order.finish()
-            if run.course.complete:
-                run.close()
-            raise
+        while self._batch is None:
+            try:
+                self._batch = next(self._arriving)  # pyright: ignore[reportArgumentType]
+            except StopIteration:
+                self._next_window()
         content = run.deliver(self._batch)
-        if run.course.complete and self._doors.source.has_workers:
+        if run.course.complete and self._ends and self._doors.source.has_workers:
             run.planning.order.finish()  # workers read ahead, so that a DataLoader's sampler has come to its end by now
         self._failed = False
         return content
+
+    def _claim(self) -> None:
+        """Open the next window; its batches count."""
+        self._arriving = self._doors.claim(self)
+        self._ends = self._doors.run.ends_epoch
+
+    def _next_window(self) -> None:
+        """Go on with the epoch's next window; StopIteration after its last one."""
+        run = self._doors.run
+        self.let_go()
+        if self._ends:
+            self._done = True
+            run.planning.order.finish()
+        if run.course.complete:
+            run.close()
+        if self._done:
+            raise StopIteration
+        self._claim()
 
     def let_go(self) -> None:
         """Give the batches up: workers that make them may stop."""

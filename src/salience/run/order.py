@@ -20,12 +20,12 @@ class PlainOrder:
         self.n, self.generator = n, generator
         self.state: Tensor = generator.get_state()
         """The generator before the window in progress drew from it; workers are seeded from here."""
-        self._drew_worker_seed = True
+        self._drew_worker_seed, self._finished = True, True
         self._rest: Iterator[int] = iter(())
 
     def draw(self, *, worker_seed: bool) -> npt.NDArray[np.int64]:
         """The next window's order, int64 [n]; `worker_seed` = DataLoader would first draw a seed for its workers."""
-        self.state, self._drew_worker_seed = self.generator.get_state(), worker_seed
+        self.state, self._drew_worker_seed, self._finished = self.generator.get_state(), worker_seed, False
         if worker_seed:
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         self._rest = iter(RandomSampler(range(self.n), generator=self.generator))
@@ -44,22 +44,30 @@ class PlainOrder:
                 torch.empty((), dtype=torch.int64).random_(generator=self.generator)
 
     def finish(self) -> None:
-        """A plain shuffle draws once more at its end."""
+        """A plain shuffle draws once more at its end, where a loop runs into it."""
         next(self._rest, None)
+        self._finished = True
 
     def mark(self) -> None:
         """Plain windows go on from here."""
         self.state = self.generator.get_state()
 
     def state_dict(self, *, in_window: bool) -> dict[str, Any]:
-        state = self.state if in_window else self.generator.get_state()
-        return {
-            "generator": state.clone(), "now": self.generator.get_state(), "drew_worker_seed": self._drew_worker_seed,
-        }  # fmt: skip
+        """Where the generator stands; between two epochs, where it will once the loop runs into the end of the last."""
+        now = self.generator.get_state()
+        if not in_window and not self._finished:
+            ahead = torch.Generator()
+            ahead.set_state(now)
+            torch.randperm(self.n, generator=ahead)
+            now = ahead.get_state()
+        state = self.state.clone() if in_window else now
+        return {"generator": state, "now": now, "drew_worker_seed": self._drew_worker_seed}
 
-    def load_state_dict(self, state: Mapping[str, Any], *, in_window: bool) -> None:
-        """Bring the generator to where it stood; inside a window, that is after the window's draws."""
+    def load_state_dict(self, state: Mapping[str, Any], *, in_window: bool) -> npt.NDArray[np.int64]:
+        """Bring the generator to where it stood; inside an epoch, that is after its draws. Returns the epoch's order."""
         self.generator.set_state(state["generator"])
-        if in_window:
-            self.draw(worker_seed=bool(state["drew_worker_seed"]))
-            self.generator.set_state(state["now"])  # peeks may have drawn since
+        if not in_window:
+            return np.empty(0, dtype=np.int64)
+        order = self.draw(worker_seed=bool(state["drew_worker_seed"]))
+        self.generator.set_state(state["now"])  # peeks may have drawn since
+        return order

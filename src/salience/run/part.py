@@ -17,6 +17,8 @@ from salience.ledger.exchange import Group
 from salience.plan import Shard
 from salience.treat.dataset import Note
 
+COUNT_UNITS = {"": 1, "k": 1_000, "M": 1_000_000, "G": 1_000_000_000}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
@@ -31,6 +33,8 @@ class Setup:
     drop_last: bool
     group: Group | None
     """The ranks of a distributed run; None in a single process."""
+    window: int | None = None
+    """Samples that are planned at once; None = a whole epoch."""
 
     def __post_init__(self) -> None:
         if self.n < 1:
@@ -41,6 +45,10 @@ class Setup:
             raise ConfigError(f"epochs is {self.epochs}; it must be at least 1.")
         if self.seed < 0:
             raise ConfigError(f"seed is {self.seed}; it must be at least 0.")
+        if self.window is not None and self.window < self.global_batch:
+            raise ConfigError(
+                f"window is {self.window} samples; it must be at least one batch over all ranks, {self.global_batch}."
+            )
 
     @property
     def rank(self) -> int:
@@ -49,6 +57,23 @@ class Setup:
     @property
     def world(self) -> int:
         return 1 if self.group is None else self.group.world
+
+    @property
+    def pieces(self) -> int:
+        """Windows per epoch."""
+        return -(-self.n // self.piece_size)
+
+    @property
+    def piece_size(self) -> int:
+        """Samples of a window: a whole number of batches, so that batches are those of an epoch that is planned at once."""
+        if self.window is None or self.window >= self.n:
+            return self.n
+        return self.window // self.global_batch * self.global_batch
+
+    @property
+    def windows(self) -> int | None:
+        """Windows of the whole run; None where the number of epochs is not known."""
+        return None if self.epochs is None else self.epochs * self.pieces
 
     @property
     def global_batch(self) -> int:
@@ -142,3 +167,14 @@ class Voice:
         if self.strict:
             raise PluginError(text) from cause
         self.warn(text)
+
+
+def parse_count(text: int | str) -> int:
+    """A number of samples: 1_000_000, "1M", "100k"."""
+    if isinstance(text, int):
+        return text
+    number, unit = (text[:-1], text[-1]) if text[-1:] in COUNT_UNITS else (text, "")
+    try:
+        return round(float(number) * COUNT_UNITS[unit])
+    except ValueError as cause:
+        raise ConfigError(f'window is {text!r}; write a number of samples, such as 500_000, "500k" or "1M".') from cause

@@ -21,7 +21,7 @@ from salience.run.part import Part, Setup, Voice
 from salience.run.selection import Select, resolve
 from salience.seeds import PEEK, WORKERS, generator, torch_seed
 from salience.select import Clock, Pipeline
-from salience.select.batching import Batching
+from salience.select.batching import Batching, members
 from salience.select.fetching import Stock
 from salience.select.noise import evidence
 from salience.select.steering import NOTCHES, Paths, Steering, read_histories
@@ -54,12 +54,15 @@ class Planning(Part):
         self._checked_needs = False
         self._left_out = 0.0
         """Share of the samples that the last plan left out for their labels."""
-        self._in_window = False
+        self._in_window, self._piece = False, 0
+        """Whether a window is open, and its place in the epoch, or that of the next one."""
+        self._shuffled = np.empty(0, dtype=np.int64)
+        """The plain order of the epoch in progress."""
         if isinstance(self.config, SelectConfig):
             self.pipeline = self._pipeline(self.config)
             self._steering = self._make_steering(baseline)
         elif isinstance(self.config, Trace):
-            self.config.check(setup.n, setup.epochs)
+            self.config.check(setup.n, setup.windows)
 
     # --- one window ---
 
@@ -78,21 +81,35 @@ class Planning(Part):
         if self.pipeline is not None:
             assert setup.epochs is not None
             self.pipeline.reference = reference
+            epoch, piece = divmod(window, setup.pieces)
             plan = self.pipeline.plan(
-                ledger, window=window, windows=setup.epochs, batch_size=setup.global_batch, world=setup.world,
-                seed=setup.seed, drop_last=setup.drop_last, steered=self._share, copies=copies, stock=stock,
+                ledger, window=epoch, windows=setup.epochs, piece=piece, pieces=setup.pieces,
+                batch_size=setup.global_batch, world=setup.world, seed=setup.seed, drop_last=setup.drop_last,
+                steered=self._share, copies=copies, stock=stock,
             )  # fmt: skip
         elif isinstance(self.config, Trace):
             plan = self.config.read(window)
         else:
-            ones = np.ones(setup.n, dtype=np.float32)
+            ids = self._piece_of_shuffle(window, worker_seed)
+            ones = np.ones(len(ids), dtype=np.float32)
             plan = Plan(
                 window=window, population=setup.n, batch_size=setup.global_batch, drop_last=setup.drop_last,
-                ids=self.order.draw(worker_seed=worker_seed), weights=ones, importance=ones.copy(),
-                level=np.zeros(setup.n, dtype=np.uint8),
+                ids=ids, weights=ones, importance=ones.copy(), level=np.zeros(len(ids), dtype=np.uint8),
             )  # fmt: skip
         self._left_out = sum(note.dropped for note in plan.notes if note.name == "noise") / setup.n
         return plan
+
+    def _piece_of_shuffle(self, window: int, worker_seed: bool) -> npt.NDArray[np.int64]:
+        """Ids of a plain window: the epoch's shuffle, or the next piece of it."""
+        piece, size = window % self._setup.pieces, self._setup.piece_size
+        if piece == 0:
+            self._shuffled = self.order.draw(worker_seed=worker_seed)
+        return self._shuffled[piece * size : (piece + 1) * size]
+
+    @property
+    def redraws(self) -> bool:
+        """True if taking up the open window once more draws its order anew, as every iter() of a DataLoader does."""
+        return self.config is None and self._piece == 0
 
     def planned(self, plan: Plan) -> None:
         """Write the final plan to the trace, where one is recorded."""
@@ -109,10 +126,10 @@ class Planning(Part):
         self._act_on_results(window)
 
     def open(self, shard: Shard, done: frozenset[int]) -> None:
-        self._in_window = True
+        self._in_window, self._piece = True, shard.plan.window % self._setup.pieces
 
     def close(self, *, finished: bool) -> None:
-        self._in_window = False
+        self._in_window, self._piece = False, (self._piece + 1) % self._setup.pieces
 
     def peek_order(self, number: int) -> npt.NDArray[np.int64]:
         """Ids in the order of an iterator that does not count; `number` is that of the peek."""
@@ -122,7 +139,7 @@ class Planning(Part):
 
     def seed_workers(self, workers: torch.Generator, window: int) -> None:
         """Bring the generator of the DataLoader inside to where a plain one would be, or to the window's own seed."""
-        if self.config is None:
+        if self.config is None and window % self._setup.pieces == 0:
             workers.set_state(self.order.state)
         else:
             workers.manual_seed(torch_seed(self._setup.seed, WORKERS, window, self._setup.rank))
@@ -155,21 +172,29 @@ class Planning(Part):
     def steps(self, window: int) -> int:
         """Batches of a window on each rank, as far as they are known before it is planned."""
         setup = self._setup
-        if setup.epochs is not None:
-            window = min(window, setup.epochs - 1)
+        if setup.windows is not None:
+            window = min(window, setup.windows - setup.pieces + window % setup.pieces)
         if isinstance(self.config, Trace):
             return len(self.config.read(window).shard(setup.rank, setup.world))
-        if self.pipeline is not None and setup.epochs is not None:
-            return self._batching.steps(self._granted(window), setup.n, last=window == setup.epochs - 1)
-        whole, tail = divmod(setup.n, setup.global_batch)
+        size = self._size(window)
+        if self.pipeline is not None and setup.windows is not None:
+            return self._batching.steps(self._granted(window), size, last=window == setup.windows - 1)
+        whole, tail = divmod(size, setup.global_batch)
         return whole + (not setup.drop_last and tail >= setup.world)
+
+    def _size(self, window: int) -> int:
+        """Samples among which a window chooses."""
+        n, pieces, size = self._setup.n, self._setup.pieces, self._setup.piece_size
+        if self.pipeline is not None:
+            return len(members(n, *divmod(window, pieces), pieces))
+        return min(size, n - window % pieces * size)
 
     @property
     def total_steps(self) -> int | None:
         """Batches of the whole run on each rank, or None where a plug-in decides as it goes."""
         if self._setup.epochs is None or (self.pipeline is not None and not self.pipeline.exact):
             return None
-        windows = len(self.config) if isinstance(self.config, Trace) else self._setup.epochs
+        windows = len(self.config) if isinstance(self.config, Trace) else self._setup.windows or 0
         return sum(self.steps(window) for window in range(windows))
 
     @property
@@ -183,7 +208,7 @@ class Planning(Part):
 
         A rule that spends more than the curve grants will do so again; a filter that leaves less keeps doing so.
         """
-        budgets = self._budgets(min(window, (self._setup.epochs or 1) - 1))
+        budgets = self._budgets(min(window, (self._setup.windows or 1) - 1))
         if budgets is None:
             return None
         granted, *later = budgets
@@ -196,26 +221,26 @@ class Planning(Part):
     def lr_scale(self, window: int) -> float | None:
         """Factor on the learning rate that goes with a window's batch size; None past the last window."""
         setup = self._setup
-        if setup.epochs is None or window >= setup.epochs:
+        if setup.windows is None or window >= setup.windows:
             return None
         if isinstance(self.config, Trace):
             return self.config.read(window).lr_scale
         if self.pipeline is None or not self._batching.constant:
             return 1.0
-        batch = self._batching.batch(self._granted(window), setup.n)
+        batch = self._batching.batch(self._granted(window), self._size(window))
         return (batch / setup.global_batch) ** self.pipeline.config.lr_power
 
     def _budgets(self, first: int) -> list[int] | None:
         """Planned visits of each window from `first` on; None when the number of windows is not known."""
-        setup = self._setup
-        if setup.epochs is None:
+        windows = self._setup.windows
+        if windows is None:
             return None
         if isinstance(self.config, Trace):
             return [len(self.config.read(w)) for w in range(first, len(self.config))]
         if self.pipeline is None:
-            return [setup.n] * (setup.epochs - first)
-        batching, last = self._batching, setup.epochs - 1
-        return [batching.visits(self._granted(w), setup.n, last=w == last) for w in range(first, setup.epochs)]
+            return [self._size(w) for w in range(first, windows)]
+        batching = self._batching
+        return [batching.visits(self._granted(w), self._size(w), last=w == windows - 1) for w in range(first, windows)]
 
     @property
     def _batching(self) -> Batching:
@@ -227,7 +252,7 @@ class Planning(Part):
         """Visits the curve grants a window."""
         assert self.pipeline is not None
         assert self._setup.epochs is not None
-        return self.pipeline.budget(window, self._setup.epochs, self._setup.n, self._share)
+        return self.pipeline.budget(window // self._setup.pieces, self._setup.epochs, self._size(window), self._share)
 
     # --- a share that follows validation results ---
 
@@ -253,7 +278,8 @@ class Planning(Part):
         """True if the steered share counts in this window."""
         assert self.pipeline is not None
         assert self._setup.epochs is not None
-        return self.pipeline.keep(Clock(window=window, windows=self._setup.epochs, steered=NOTCHES[-1])) < 1
+        epoch = window // self._setup.pieces
+        return self.pipeline.keep(Clock(window=epoch, windows=self._setup.epochs, steered=NOTCHES[-1])) < 1
 
     def evaluated(self, metric: float, progress: float, window: int) -> None:
         """A validation result of `window`."""
@@ -322,15 +348,18 @@ class Planning(Part):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "shuffle": self.order.state_dict(in_window=self._in_window),
+            "shuffle": self.order.state_dict(in_window=self._in_window or self._piece > 0),
             "in_window": self._in_window,
+            "piece": self._piece,
             "steering": None if self._steering is None else self._steering.state_dict(),
             "switched_off": sorted(self.pipeline.off) if self.pipeline else [],
             "left_out": self._left_out,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.order.load_state_dict(state["shuffle"], in_window=bool(state["in_window"]) and self.config is None)
+        self._in_window, self._piece = False, int(state["piece"])
+        inside = self.config is None and (bool(state["in_window"]) or self._piece > 0)
+        self._shuffled = self.order.load_state_dict(state["shuffle"], in_window=inside)
         if self.pipeline is not None:
             self.pipeline.off = set(state["switched_off"])
         if self._steering is not None:

@@ -91,11 +91,11 @@ class Run:
             self._prepare()
             shard = self._plan(worker_seed).shard(self.setup.rank, self.setup.world)
             self._check_equal(shard.plan)
-            course.begin(shard, self.planning.later(course.epoch, len(shard.plan)))
+            course.begin(shard, self.planning.later(course.window, len(shard.plan)))
             self._emit_plan(shard.plan)
             self.planning.planned(shard.plan)
-            self.sensing.ask_scores(shard.plan.ids, course.epoch)
-        elif self.planning.config is None and self.staging is None and not course.resumed:
+            self.sensing.ask_scores(shard.plan.ids, course.window)
+        elif self.planning.redraws and self.staging is None and not course.resumed:
             self.planning.order.unused(workers=workers)  # as a DataLoader, whose every iter() draws
             course.replace(self._plan(worker_seed).shard(self.setup.rank, self.setup.world))
         shard = course.shard
@@ -128,11 +128,11 @@ class Run:
         if self.setup.group is None:
             self.flush()
         self.events.emit(
-            "window", window=course.epoch, batches=len(course.delivered), of=len(shard), finished=finished,
+            "window", window=course.window, batches=len(course.delivered), of=len(shard), finished=finished,
             visited=course.visits, **self.watching.spent(),
         )  # fmt: skip
         course.end()
-        if finished and course.epoch == self.setup.epochs:
+        if finished and course.window == self.setup.windows:
             self.sensing.end_scorer()
             if self.setup.group is None:  # several ranks look in report()
                 self._look_for_copies(last=True)
@@ -142,7 +142,7 @@ class Run:
         """What the last window taught goes into the ledger, and every part gets ready."""
         self.flush()
         for part in self.parts:
-            part.prepare(self.course.epoch)
+            part.prepare(self.course.window)
         with self.watching.watch("plan"):
             self.planning.note_course(self.recording.ledger)
         self._look_for_copies()
@@ -150,7 +150,7 @@ class Run:
     def _plan(self, worker_seed: bool) -> Plan:
         with self.watching.watch("plan"):
             plan = self.planning.plan(
-                self.recording.ledger, self.course.epoch, reference=self.sensing.reference, copies=self.copying.found,
+                self.recording.ledger, self.course.window, reference=self.sensing.reference, copies=self.copying.found,
                 stock=None if self.feeding is None else self.feeding.stock(), worker_seed=worker_seed,
             )  # fmt: skip
             if self.staging is not None:
@@ -176,7 +176,7 @@ class Run:
         """Enter what was recorded into the ledger; collective where there are several ranks."""
         self.sensing.take()
         with self.watching.watch("flush"):
-            self.recording.flush(self.course.epoch)
+            self.recording.flush(self.course.window)
             self.sensing.flush()
 
     # --- a loss ---
@@ -206,7 +206,7 @@ class Run:
         """A validation result, for the event log and for whoever decides by it."""
         course = self.course
         self.events.emit(
-            "evaluated", metric=metric, progress=course.progress, window=course.epoch, visited=course.visits, **more
+            "evaluated", metric=metric, progress=course.progress, window=course.window, visited=course.visits, **more
         )
         self.evaluations.append((course.progress, metric))
         if course.shard is not None:
@@ -227,7 +227,7 @@ class Run:
     def lr_scale(self) -> float:
         """Factor on the learning rate of the next step that goes with its batch size."""
         course, shard = self.course, self.course.shard
-        last, window = 1.0 if shard is None else shard.plan.lr_scale, course.epoch
+        last, window = 1.0 if shard is None else shard.plan.lr_scale, course.window
         if course.open and shard is not None:
             if not course.complete:
                 return last
@@ -236,22 +236,29 @@ class Run:
         return last if following is None else following
 
     def __len__(self) -> int:
-        """Batches of the window in progress, or of the next one."""
-        course = self.course
+        """Batches of the epoch in progress, or of the next one."""
+        course, pieces = self.course, self.setup.pieces
+        first = course.window // pieces * pieces
+        steps = {window: self.planning.steps(window) for window in range(first, first + pieces)}
         if course.open and course.shard is not None:
-            return len(course.shard)
-        return self.planning.steps(course.epoch)
+            steps[course.window] = len(course.shard)
+        return sum(steps.values())
+
+    @property
+    def ends_epoch(self) -> bool:
+        """True if the window in progress is the last one of its epoch."""
+        return (self.course.window + 1) % self.setup.pieces == 0
 
     def summary(self) -> dict[str, Any]:
         """What the run taught so far, as plain numbers."""
         self.flush()
         setup, course, config = self.setup, self.course, self.planning.config
-        selects = isinstance(config, SelectConfig)
+        selects, epochs = isinstance(config, SelectConfig), course.window // setup.pieces
         return summarise(
             self.recording.ledger, config if isinstance(config, SelectConfig) else preset("default"),
-            windows=setup.epochs or max(10, course.epoch), seed=setup.seed, batch_size=setup.global_batch,
+            windows=setup.epochs or max(10, epochs), seed=setup.seed, batch_size=setup.global_batch,
             reference=self.sensing.reference, evaluations=self.evaluations,
-            selected=(course.epoch, course.visits_before) if selects else None,
+            selected=(epochs, course.visits_before) if selects else None,
         )  # fmt: skip
 
     def report(self) -> str:
@@ -267,7 +274,7 @@ class Run:
 
     def _look_for_copies(self, *, last: bool = False) -> None:
         with self.watching.watch("copies"):
-            self.copying.look(self.recording.ledger, self.course.epoch, last=last)
+            self.copying.look(self.recording.ledger, self.course.window, last=last)
 
     def _emit_plan(self, plan: Plan) -> None:
         self.events.emit(
@@ -312,6 +319,7 @@ class Run:
             "world": "resume with as many ranks",
             "reference": "resume with the same reference= (these are checksums)",
             "embeddings": "resume with the same embeddings= (these are checksums)",
+            "pieces": "resume with the same window= (these are windows per epoch)",
         }
         for key, mine in self._identity().items():
             if state.get(key) != mine:
@@ -334,7 +342,8 @@ class Run:
         setup = self.setup
         return {
             "population": setup.n, "world": setup.world, "batch_size": setup.batch_size, "seed": setup.seed,
-            "select": self.planning.described, "reference": checksum(self.sensing.given), "embeddings": self.copying.given,
+            "pieces": setup.pieces, "select": self.planning.described, "reference": checksum(self.sensing.given),
+            "embeddings": self.copying.given,
         }  # fmt: skip
 
 
