@@ -77,7 +77,7 @@ class Loader(Deciding):
     `auto=True` measures the run, tries at window edges what could make it faster and was not given (workers, cache), keeps
     what does, and logs every decision. With a `baseline` or `auto="lossy"` also what changes training: `treat` where there
     is `augment`, and `select`. The event log of such a run as `auto` does the same again. `policy="bandit"` tries what is
-    expected to gain most instead of testing levers one by one; "bandit:FILE" remembers for the next run what came of it.
+    expected to gain most instead of testing levers one by one.
     """
 
     def __init__(
