@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from salience.ledger.ledger import Ids, Ledger, block_bytes, shared_folder
+from salience.ledger.ledger import Ids, Ledger, block_bytes
 from salience.ledger.statistics import FEATURE_ROWS, LOGIT_ROWS, LOSS_ROWS, NORM_ROWS, TARGET_ROWS
+from salience.memory import node_memory
 from salience.ranks import Ranks
 
 _KINDS: tuple[tuple[str, ...], ...] = ((), LOSS_ROWS, TARGET_ROWS, LOGIT_ROWS, NORM_ROWS, FEATURE_ROWS)
@@ -23,14 +21,8 @@ Batch = tuple[Ids, tuple[str, ...], npt.NDArray[np.float32], tuple[int, bool, bo
 
 def shared_ledger(ranks: Ranks, n: int) -> Ledger:
     """A ledger in shared memory, created by the first rank of the node and opened by the others."""
-    path = Path(ranks.node_broadcast(str(shared_folder(block_bytes(n)) / f"salience-{os.urandom(12).hex()}")))
-    ledger = Ledger.shared(n, path, create=True) if ranks.leads_node else None
+    ledger = Ledger(n, memory=node_memory(ranks, block_bytes(n)).buffer, fresh=ranks.leads_node)
     ranks.barrier()
-    ledger = ledger or Ledger.shared(n, path, create=False)
-    ranks.barrier()
-    if ranks.leads_node:  # mapped everywhere by now; without a name nothing is left behind by a crash
-        with contextlib.suppress(OSError):
-            path.unlink()
     return ledger
 
 

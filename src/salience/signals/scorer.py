@@ -18,18 +18,18 @@ import signal
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from torch import Tensor, multiprocessing, nn  # that of torch, which passes tensors on as shared memory
+from torch import Tensor, multiprocessing, nn  # that of torch, which passes tensors of the data set on as shared memory
 
 from salience.batches import Order, integer_targets
 from salience.errors import DataError, PluginError
 from salience.ledger.statistics import LOGIT_ROWS, reduce_batch
+from salience.memory import Memory, fence
 
 Ids = npt.NDArray[np.int64]
 
@@ -62,27 +62,29 @@ def score(model: nn.Module, batch: Any, count: int, device: torch.device) -> Ten
     return reduce_batch(F.cross_entropy(logits, targets, reduction="none"), logits, targets)[1].cpu()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class _Board:
-    """What both processes see, in shared memory: four blocks, whatever the size of the model."""
+    """What both processes see, in one piece of shared memory."""
 
-    weights: Tensor
-    """Parameters and buffers one after the other, uint8."""
-    ids: Tensor
-    """Asked for, int64 [most]."""
-    values: Tensor
-    """Scores of the first `done` of them, float32 [9, most]."""
-    counts: Tensor
-    """Questions taken and samples done, int64 [2]; only the scorer writes it."""
+    def __init__(self, weight_bytes: int, most: int) -> None:
+        size = 8 * (2 + most) + 4 * len(LOGIT_ROWS) * most
+        self.__setstate__((Memory(_aligned(size) + max(1, weight_bytes)), most))
 
-    @classmethod
-    def make(cls, tensors: Sequence[Tensor], most: int) -> _Board:
-        return cls(
-            torch.zeros(max(1, sum(map(_room, tensors))), dtype=torch.uint8).share_memory_(),
-            torch.zeros(most, dtype=torch.int64).share_memory_(),
-            torch.zeros(len(LOGIT_ROWS), most).share_memory_(),
-            torch.zeros(2, dtype=torch.int64).share_memory_(),
-        )
+    def __getstate__(self) -> tuple[Memory, int]:
+        return self._memory, self._most
+
+    def __setstate__(self, state: tuple[Memory, int]) -> None:
+        self._memory, self._most = memory, most = state
+        whole = torch.from_numpy(memory.array(np.uint8, memory.size))
+        after = 16 + 8 * most
+        end = after + 4 * len(LOGIT_ROWS) * most
+        self.counts = whole[:16].view(torch.int64)
+        """Questions taken and samples done, int64 [2]; only the scorer writes it."""
+        self.ids = whole[16:after].view(torch.int64)
+        """Asked for, int64 [most]."""
+        self.values = whole[after:end].view(torch.float32).view(len(LOGIT_ROWS), most)
+        """Scores of the first `done` of them, float32 [9, most]."""
+        self.weights = whole[_aligned(end) :]
+        """Parameters and buffers one after the other, uint8."""
 
     def places(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Where the values of each of `tensors` stand in `weights`."""
@@ -113,7 +115,7 @@ class Scorer:
         if multiprocessing.current_process().name == _NAME:  # a script that starts training again when it is imported
             raise SystemExit(1)
         self._tensors = _tensors(model)
-        self._board = _Board.make(self._tensors, math.ceil(SHARE * n))
+        self._board = _Board(sum(map(_room, self._tensors)), math.ceil(SHARE * n))
         self._places = self._board.places(self._tensors)
         self._asked = 0
         self._ids: Ids = np.empty(0, dtype=np.int64)
@@ -150,6 +152,7 @@ class Scorer:
             self._heard = time.monotonic()
         elif time.monotonic() - self._heard > self._patience:
             raise PluginError(f"it scored nothing in {self._patience:g} seconds")
+        fence()  # the number of scores before the scores
         new, self._brought = slice(self._brought, done), done
         return self._ids[new], self._board.values[:, new].numpy().copy(), self._window
 
@@ -157,6 +160,7 @@ class Scorer:
         """Score these with the weights as they are now; nothing happens where it is still busy taking the last question."""
         if int(self._board.counts[0]) != self._asked or not len(ids):
             return
+        fence()  # what was asked before has been taken
         with torch.no_grad():
             for place, tensor in zip(self._places, self._tensors, strict=True):
                 place.copy_(tensor)
@@ -196,6 +200,7 @@ def _work(
                 for tensor, place in zip(tensors, places, strict=True):
                     tensor.copy_(place)
             ids = board.ids[:count].numpy().copy()
+            fence()  # all is taken before the run may write again
             board.counts[0] += 1
             for start in range(0, count, batch_size):
                 if pipe.poll():
@@ -205,6 +210,7 @@ def _work(
                 board.values[:, start:end] = score(
                     model, collate(data.__getitems__(order)).batch, len(order.ids), device
                 )
+                fence()  # the scores before their number
                 board.counts[1] = end
     except (EOFError, ConnectionError):
         pass
@@ -217,8 +223,12 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 
 def _room(tensor: Tensor) -> int:
-    """Bytes, up to the next 16, where the next tensor of any type may begin."""
-    return -(-tensor.numel() * tensor.element_size() // 16) * 16
+    """Bytes, up to where the next tensor of any type may begin."""
+    return _aligned(tensor.numel() * tensor.element_size())
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 16) * 16
 
 
 def _stop(process: Any, pipe: Any, owner: int) -> None:
