@@ -14,9 +14,7 @@ from __future__ import annotations
 import io
 import math
 import os
-import signal
 import time
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,9 +22,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from torch import Tensor, multiprocessing, nn  # that of torch, which passes tensors of the data set on as shared memory
+from torch import Tensor, nn
 
 from salience.batches import Order, integer_targets
+from salience.child import Child, Lost
 from salience.errors import DataError, PluginError
 from salience.ledger.statistics import LOGIT_ROWS, reduce_batch
 from salience.memory import Memory, fence
@@ -37,7 +36,6 @@ SHARE = 0.25
 """Of the samples not picked in a window, scored in it at the most: the refresh set."""
 PATIENCE = 300.0
 """Seconds without a single score after which the scorer is given up."""
-_NAME = "salience-scorer"
 
 
 def stalest(picked: Ids, last_seen: npt.NDArray[np.int32], *, share: float = SHARE) -> Ids:
@@ -112,8 +110,6 @@ class Scorer:
         patience: float = PATIENCE,
     ) -> None:
         """`data` gives the samples of an Order at once, `collate` makes a Tagged of them (`salience.batches`)."""
-        if multiprocessing.current_process().name == _NAME:  # a script that starts training again when it is imported
-            raise SystemExit(1)
         self._tensors = _tensors(model)
         self._board = _Board(sum(map(_room, self._tensors)), math.ceil(SHARE * n))
         self._places = self._board.places(self._tensors)
@@ -123,19 +119,9 @@ class Scorer:
         self._patience, self._heard = patience, time.monotonic()
         copied = io.BytesIO()
         torch.save(model, copied)
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        arguments = theirs, copied.getvalue(), data, collate, self._board, batch_size, torch.device(device)
-        self.process = context.Process(target=_work, args=arguments, name=_NAME, daemon=True)
-        try:
-            self.process.start()
-        except BaseException:
-            self._pipe.close()
-            raise
-        finally:
-            theirs.close()
-        self.close = weakref.finalize(self, _stop, self.process, self._pipe, os.getpid())
-        """End the process; nothing of it is left."""
+        arguments = copied.getvalue(), data, collate, self._board, batch_size, torch.device(device)
+        self._child = Child(_work, *arguments, name="salience-scorer", start="spawn")
+        self.process, self.close = self._child.process, self._child.close
 
     @property
     def done(self) -> int:
@@ -145,8 +131,11 @@ class Scorer:
 
     def take(self) -> tuple[Ids, npt.NDArray[np.float32], int]:
         """Ids, their rows [9, m] and the window at whose start they were asked for: what is there, however little."""
-        if self._pipe.poll():
-            raise PluginError(self._last_words())
+        try:
+            if self._child.pipe.poll():  # it never sends but when it fails
+                self._child.receive()
+        except Lost as lost:
+            raise PluginError(str(lost)) from lost
         done = self.done
         if done or not len(self._ids):
             self._heard = time.monotonic()
@@ -168,54 +157,38 @@ class Scorer:
         self._ids, self._window, self._brought = ids, window, 0
         self._asked += 1
         try:
-            self._pipe.send_bytes(len(ids).to_bytes(8))
-        except OSError as cause:
-            raise PluginError(self._last_words()) from cause
-
-    def _last_words(self) -> str:
-        try:
-            return self._pipe.recv_bytes().decode()
-        except (EOFError, OSError):
-            self.process.join(1)  # its pipe is closed: it is gone, or about to be
-            guard = ": a script that starts processes trains under `if __name__ == '__main__':`"
-            return f"its process ended with code {self.process.exitcode}{guard if self.process.exitcode == 1 else ''}"
+            self._child.send(len(ids))
+        except Lost as lost:
+            raise PluginError(str(lost)) from lost
 
 
 def _work(
     pipe: Any, copied: bytes, data: Any, collate: Any, board: _Board, batch_size: int, device: torch.device
 ) -> None:
     """The process: one thread, lowest priority; it ends when the pipe does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends this
     os.nice(19)
     torch.set_num_threads(1)
-    try:
-        # Pickled by our own parent a moment ago.
-        model: nn.Module = torch.load(io.BytesIO(copied), map_location=device, weights_only=False).eval()
-        tensors = _tensors(model)
-        places = board.places(tensors)
-        while True:
-            count = int.from_bytes(pipe.recv_bytes())
-            board.counts[1] = 0
-            with torch.no_grad():
-                for tensor, place in zip(tensors, places, strict=True):
-                    tensor.copy_(place)
-            ids = board.ids[:count].numpy().copy()
-            fence()  # all is taken before the run may write again
-            board.counts[0] += 1
-            for start in range(0, count, batch_size):
-                if pipe.poll():
-                    break
-                order = Order(0, ids[start : start + batch_size])
-                end = start + len(order.ids)
-                board.values[:, start:end] = score(
-                    model, collate(data.__getitems__(order)).batch, len(order.ids), device
-                )
-                fence()  # the scores before their number
-                board.counts[1] = end
-    except (EOFError, ConnectionError):
-        pass
-    except Exception as error:
-        pipe.send_bytes(f"{type(error).__name__}: {error}"[:500].encode())
+    # Pickled by our own parent a moment ago.
+    model: nn.Module = torch.load(io.BytesIO(copied), map_location=device, weights_only=False).eval()
+    tensors = _tensors(model)
+    places = board.places(tensors)
+    while True:
+        count = pipe.recv()
+        board.counts[1] = 0
+        with torch.no_grad():
+            for tensor, place in zip(tensors, places, strict=True):
+                tensor.copy_(place)
+        ids = board.ids[:count].numpy().copy()
+        fence()  # all is taken before the run may write again
+        board.counts[0] += 1
+        for start in range(0, count, batch_size):
+            if pipe.poll():
+                break
+            order = Order(0, ids[start : start + batch_size])
+            end = start + len(order.ids)
+            board.values[:, start:end] = score(model, collate(data.__getitems__(order)).batch, len(order.ids), device)
+            fence()  # the scores before their number
+            board.counts[1] = end
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
@@ -229,15 +202,3 @@ def _room(tensor: Tensor) -> int:
 
 def _aligned(size: int) -> int:
     return -(-size // 16) * 16
-
-
-def _stop(process: Any, pipe: Any, owner: int) -> None:
-    if os.getpid() != owner:  # a forked worker lets go of its copy
-        return
-    pipe.close()
-    process.terminate()
-    process.join(5)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
-    process.close()
