@@ -19,7 +19,6 @@ from salience.ledger import Ledger
 from salience.loader import Loader
 from salience.plan import Plan, Trace
 from salience.schedule import ProgressLR
-from salience.select.pilot import pilot
 from salience.selector import Selector
 from salience.treat import Stage, Treat
 
@@ -46,5 +45,4 @@ __all__ = [
     "Treat",
     "Use",
     "__version__",
-    "pilot",
 ]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from salience.events import EventLog
 from salience.ledger import Ledger
 from salience.ledger.copies import Copies
-from salience.ledger.exchange import current_group
 from salience.plan import Plan, Trace
+from salience.ranks import current_ranks
 from salience.report.sinks import Sink
 from salience.run import Run
 from salience.run.copying import Copying
@@ -56,7 +56,7 @@ class Parts:
         strict: bool,
     ) -> None:
         self.setup = Setup(
-            n=n, batch_size=batch_size, epochs=epochs, seed=seed, drop_last=drop_last, group=current_group(),
+            n=n, batch_size=batch_size, epochs=epochs, seed=seed, drop_last=drop_last, ranks=current_ranks(),
             window=None if window is None else parse_count(window),
         )  # fmt: skip
         events = log if isinstance(log, EventLog) else EventLog(log if self.setup.rank == 0 else None)

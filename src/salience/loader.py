@@ -80,7 +80,7 @@ class Loader(Door):
     `auto=True` measures the run, tries at window edges what could make it faster and was not given (workers, cache), keeps
     what does, and logs every decision. With a `baseline` or `auto="lossy"` also what changes training: `treat` where there
     is `augment`, and `select`. The event log of such a run as `auto` does the same again. `policy="bandit"` tries what is
-    expected to gain most instead of testing levers one by one; "bandit:FILE" remembers for the next run what came of it.
+    expected to gain most instead of testing levers one by one.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Loader(Door):
         )  # fmt: skip
         chooser = Auto(auto, baseline, epochs=parts.setup.windows, policy=policy) if auto else None
         self.dataset, self.with_ids = dataset, with_ids
-        group, workers = parts.setup.group, dataloader.get("num_workers", 0)
+        group, workers = parts.setup.ranks, dataloader.get("num_workers", 0)
         feeding = Feeding(
             parts.setup,
             parts.voice,

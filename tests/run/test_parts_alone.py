@@ -22,7 +22,7 @@ N = 40
 
 
 def a_setup(**other) -> Setup:
-    return Setup(**{"n": N, "batch_size": 8, "epochs": 6, "seed": 3, "drop_last": False, "group": None, **other})
+    return Setup(**{"n": N, "batch_size": 8, "epochs": 6, "seed": 3, "drop_last": False, "ranks": None, **other})
 
 
 def a_voice() -> Voice:

@@ -136,7 +136,10 @@ def test_a_resumed_run_without_its_proxy_is_told_to_attach_it(problem):
     state = loader.state_dict()
     resumed = salience.Loader(problem, 50, epochs=EPOCHS)
     resumed.load_state_dict(state)
-    assert torch.equal(resumed.state_dict()["parts"]["sensing"]["proxy"]["model"]["weight"], state["parts"]["sensing"]["proxy"]["model"]["weight"])
+    assert torch.equal(
+        resumed.state_dict()["parts"]["sensing"]["proxy"]["model"]["weight"],
+        state["parts"]["sensing"]["proxy"]["model"]["weight"],
+    )
     with pytest.raises(StateError, match=r"attach\(model, proxy="):
         next(iter(resumed))
     with pytest.raises(StateError, match="another one"):

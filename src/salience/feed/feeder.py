@@ -28,6 +28,7 @@ from salience.feed.policies import Lru, NeverEvict, Policy
 from salience.feed.reads import Broken, Reader
 from salience.feed.shared import COUNTERS, Shared
 from salience.feed.tiers import Tier
+from salience.memory import fence
 
 Ids = npt.NDArray[np.int64]
 
@@ -459,6 +460,7 @@ class Feeder:
         self.shared.counters[AT["fetched_samples"]] = base[AT["fetched_samples"]] + counts.samples
         for name in ("bytes_used", "bytes_sent", "requests", "retried", "hedged"):
             self.shared.counters[AT[name]] = base[AT[name]] + getattr(counts, name)
+        fence()  # the bytes before the ticket
         if not self._todo:
             self.shared.settled[0] = self._serial
         for rank, batches in enumerate(self._unsaid):  # last: who has his batch may look at the counters

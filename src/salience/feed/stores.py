@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from salience.errors import ConfigError, DataError, MissingExtra, SalienceError, StoreError, did_you_mean
-from salience.feed import apart
+from salience.feed import isolated
 from salience.feed.index import check_path
 from salience.feed.reads import MISSING, ReadFailed, Terms, retried
 
@@ -158,13 +158,13 @@ class RemoteStore:
         return {"url": self.url, "scheme": self.scheme, "_opened": None}
 
     def sizes(self, paths: Sequence[str]) -> list[int | None]:
-        return apart.once(lambda: asyncio.run(self._sizes(paths)))
+        return isolated.once(lambda: asyncio.run(self._sizes(paths)))
 
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
-        return apart.once(lambda: self._list(prefix))
+        return isolated.once(lambda: self._list(prefix))
 
     def get(self, path: str) -> bytes | None:
-        return apart.once(lambda: self._get(path))
+        return isolated.once(lambda: self._get(path))
 
     async def get_range(self, path: str, start: int, stop: int) -> bytes:
         store = self._store()
@@ -219,7 +219,7 @@ class RemoteStore:
 
     def _store(self) -> ObjectStore:
         """Opened once a process, and only where that can work."""
-        apart.use(self.url)
+        isolated.use(self.url)
         if self._opened is None:
             from obstore.store import from_url
 

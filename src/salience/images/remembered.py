@@ -10,7 +10,6 @@ import hashlib
 import logging
 import os
 import stat
-import tempfile
 import time
 import zipfile
 import zlib
@@ -18,12 +17,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from salience.errors import DataError
+from salience.files import atomic, write_npz
 
 Progress = Callable[[int, int], None]
 
@@ -127,7 +127,7 @@ def save(cache: Path, where: Path, split: str | None, listing: Listing, sources:
             "sizes": listing.sizes,
             "offsets": listing.data_offsets,
         }
-        _replace(_cache_file(cache, where, split), lambda file: np.savez(file, allow_pickle=False, **fields))
+        write_npz(_cache_file(cache, where, split), fields)
     except OSError as error:
         _log.warning("the listing of %s is not remembered in %s: %s", where, cache, error)
 
@@ -186,15 +186,13 @@ def plain_tar(where: Path, cache: Path, progress: Progress | None) -> Path:
     if plain.exists():
         return plain
 
-    def unpack(out: IO[bytes]) -> None:
-        with open(where, "rb") as packed, gzip.open(packed) as stream:
+    try:
+        plain.parent.mkdir(parents=True, exist_ok=True)
+        with open(where, "rb") as packed, gzip.open(packed) as stream, atomic(plain, sync=False) as out:
             while block := stream.read(1 << 20):
                 out.write(block)
                 if progress is not None:
                     progress(packed.tell(), status.st_size)
-
-    try:
-        _replace(plain, unpack)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise truncated(where) from error
     except OSError as error:
@@ -210,19 +208,6 @@ def plain_tar(where: Path, cache: Path, progress: Progress | None) -> Path:
 
 def truncated(shown: Path) -> DataError:
     return DataError(f"{shown} is a truncated or damaged tar archive; download or pack it again")
-
-
-def _replace(target: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write a file as a whole or not at all: readers see the old one or the new one."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".new-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            write(file)
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _pack(names: Sequence[bytes]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:

@@ -80,16 +80,16 @@ class Copying(Part):
 
     def look(self, ledger: Ledger, window: int, *, last: bool = False) -> None:
         """Look again where there is more to go by; with several ranks, rank 0 looks and tells."""
-        search, group = self.search, self._setup.group
+        search, group = self.search, self._setup.ranks
         if search is None:
             return
         self._agree_on_prints()
         changed = self._setup.rank == 0 and search.look(ledger.label, last=last)
-        if group is not None and (changed := bool(group.first([float(changed)])[0])):
+        if group is not None and (changed := bool(group.broadcast([float(changed)])[0])):
             n = self._setup.n
             found = search.found or Copies(group=np.empty(n, dtype=np.int32), similarity=np.empty(n, dtype=np.float32))
-            group.share(found.group)
-            group.share(found.similarity)
+            group.broadcast_array(found.group)
+            group.broadcast_array(found.similarity)
             search.found = found
         if changed and search.found is not None:
             members = search.found.group
@@ -98,8 +98,8 @@ class Copying(Part):
             )
 
     def _agree_on_prints(self) -> None:
-        if self.search is not None and self._setup.group is not None:
-            self._setup.group.largest(self.search.prints)
+        if self.search is not None and self._setup.ranks is not None:
+            self._setup.ranks.all_max(self.search.prints)
 
     def state_dict(self) -> dict[str, Any]:
         self._agree_on_prints()

@@ -11,8 +11,8 @@ from salience.decide import Auto, Reach, Settings
 from salience.errors import SalienceError, StateError
 from salience.feed.cache import memory_bytes
 from salience.feed.source import Source
-from salience.ledger.exchange import Group
 from salience.plan import Shard
+from salience.ranks import Ranks
 from salience.run.feeding import Feeding
 from salience.run.part import Part, Setup, Voice
 from salience.run.planning import Planning
@@ -71,20 +71,20 @@ class Deciding(Part):
 
     def prepare(self, window: int) -> None:
         """Rank 0 hears what the last window tells, and all ranks change what is to be changed."""
-        controller, group = self.auto.controller, self._setup.group
+        controller, ranks = self.auto.controller, self._setup.ranks
         if self._setup.rank == 0:
             before = controller.verdict
             decisions = self.auto.edge(window, self._watching.steps, self._reach())
             if controller.verdict is not None and controller.verdict is not before:
                 costs = controller.costs
-                cores = cores_of(group)
+                cores = cores_of(ranks)
                 found = [] if costs is None else [ceiling(costs, lever) for lever in levers(costs, cores=cores)]
                 self._voice.events.emit("verdict", window=window, **told(controller.verdict, costs, found))
             for decision in decisions:
                 self._voice.events.emit("decision", **asdict(decision))
-        if group is not None:
+        if ranks is not None:
             said = [*controller.settings.numbers, float(controller.probing), float(controller.fills)]
-            *numbers, probing, fills = group.first(said)
+            *numbers, probing, fills = ranks.broadcast(said)
             controller.settings, controller.probing, controller.fills = Settings.of(numbers), bool(probing), bool(fills)
         if controller.settings == self.settings and self._announced:
             return
@@ -92,7 +92,7 @@ class Deciding(Part):
         try:
             self._apply(controller.settings)
         except (SalienceError, OSError) as cause:
-            if self._voice.strict or group is not None:  # other ranks may have done it
+            if self._voice.strict or ranks is not None:  # other ranks may have done it
                 raise
             self._voice.events.emit("decision", **asdict(controller.failed(window, before, str(cause))))
             self._apply(before)
@@ -129,7 +129,7 @@ class Deciding(Part):
             split = self._staging.treating.split
             names = self._staging.stage_names("load" if source is None else "fetch")
             reusable = () if split is None else names[: split.stages + 1]
-        cores = cores_of(self._setup.group) if moves else 0
+        cores = cores_of(self._setup.ranks) if moves else 0
         return Reach(
             cores=cores, cache=cache, share=share, reusable=reusable, keep=self._planning.offered_shares,
             refused=self._refused,
@@ -138,7 +138,7 @@ class Deciding(Part):
     @property
     def feed_workers(self) -> int:
         """Workers the cache must be able to serve: those there are, or all that `auto` may make."""
-        return max(self._given_workers, cores_of(self._setup.group))
+        return max(self._given_workers, cores_of(self._setup.ranks))
 
     def open(self, shard: Shard, done: frozenset[int]) -> None:
         if current_session() is not None:
@@ -172,10 +172,10 @@ def check_auto(saved: Mapping[str, Any], deciding: Deciding | None) -> None:
         raise StateError("The state was saved with auto, whose settings this Loader lacks; resume with the same auto=.")
 
 
-def cores_of(group: Group | None) -> int:
+def cores_of(ranks: Ranks | None) -> int:
     """Cores that the workers of one rank may have."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // (1 if group is None else len(group.node_ranks)))
+    return max(1, cores // (1 if ranks is None else len(ranks.node_ranks)))
 
 
 def roomy_cache(source: Source) -> int:
@@ -183,7 +183,7 @@ def roomy_cache(source: Source) -> int:
     return min(int(source.sizes.sum()), (memory_bytes() or 0) // 4)
 
 
-def first_cache(auto: Auto | None, source: Source | None, group: Group | None) -> int:
+def first_cache(auto: Auto | None, source: Source | None, ranks: Ranks | None) -> int:
     """Bytes of a cache from the first window on: `auto` would try it anyway, and filling it later costs a window more.
 
     Only where a network lies between; elsewhere the system keeps files in memory too. The same on every rank.
@@ -191,4 +191,4 @@ def first_cache(auto: Auto | None, source: Source | None, group: Group | None) -
     if auto is None or auto.replays or source is None or not source.reader.store.far:
         return 0
     size = roomy_cache(source)
-    return size if group is None else int(group.first([size])[0])
+    return size if ranks is None else int(ranks.broadcast([size])[0])

@@ -67,7 +67,7 @@ class Feeding(Part):
         self.feed = dataset.handle = None
         if cache is not None:
             self.feed = Feed(
-                dataset.source, cache=cache, batch_size=self._setup.batch_size, group=self._setup.group, workers=workers,
+                dataset.source, cache=cache, batch_size=self._setup.batch_size, group=self._setup.ranks, workers=workers,
                 **self._options,
             )  # fmt: skip
             dataset.handle = self.feed.handle
@@ -79,22 +79,22 @@ class Feeding(Part):
 
     def know(self, ledger: Ledger) -> None:
         """Enter what the index tells before anything is read: classes and sizes."""
-        group = self._setup.group
+        ranks = self._setup.ranks
         if self.source is None:
             return
-        if group is None or group.leads_node:
+        if ranks is None or ranks.leads_node:
             ledger.set_labels(self.source.labels)
             ledger.size[:] = np.minimum(self.source.sizes, np.iinfo(np.uint32).max)
-        if group is not None:
-            group.barrier()
+        if ranks is not None:
+            ranks.barrier()
 
     def stock(self) -> Stock | None:
         """Where the bytes of the samples are, the same on every rank; None where that is not known."""
         if self.feed is None or self.source is None:
             return None
         resident, layout = self.feed.kept, self.source.layout
-        if self._setup.group is not None:  # every node has a cache of its own; plans go by that of the first
-            self._setup.group.share(resident)
+        if self._setup.ranks is not None:  # every node has a cache of its own; plans go by that of the first
+            self._setup.ranks.broadcast_array(resident)
         return Stock(resident=resident, shard=layout.shard, offset=layout.offset)
 
     def add_counts(self, counts: Mapping[str, int]) -> None:
@@ -125,7 +125,7 @@ class Feeding(Part):
             if i not in self.broken:
                 self.broken[i] = reason
                 self._voice.events.emit("broken", window=batch.window, id=i, name=self._name(i), reason=reason)
-        if self._setup.group is None:
+        if self._setup.ranks is None:
             self._check_broken(len(self.broken))
 
     def take_back(self, batch: Batch) -> None:
@@ -155,9 +155,9 @@ class Feeding(Part):
 
     def _agree_on_broken(self) -> None:
         """Count the broken samples of all ranks: one that stopped by itself would leave the others waiting."""
-        group = self._setup.group
-        if group is not None and self.source is not None:
-            self._check_broken(len({i for found in group.of_all(sorted(self.broken)) for i in found}))
+        ranks = self._setup.ranks
+        if ranks is not None and self.source is not None:
+            self._check_broken(len({i for found in ranks.gather_objects(sorted(self.broken)) for i in found}))
 
     def _check_broken(self, count: int) -> None:
         if count > self._max_broken * self._setup.n:

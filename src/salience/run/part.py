@@ -13,8 +13,8 @@ from torch import Tensor
 
 from salience.errors import ConfigError, PluginError
 from salience.events import EventLog
-from salience.ledger.exchange import Group
 from salience.plan import Shard
+from salience.ranks import Ranks
 from salience.treat.dataset import Note
 
 COUNT_UNITS = {"": 1, "k": 1_000, "M": 1_000_000, "G": 1_000_000_000}
@@ -31,7 +31,7 @@ class Setup:
     epochs: int | None
     seed: int
     drop_last: bool
-    group: Group | None
+    ranks: Ranks | None
     """The ranks of a distributed run; None in a single process."""
     window: int | None = None
     """Samples that are planned at once; None = a whole epoch."""
@@ -52,11 +52,11 @@ class Setup:
 
     @property
     def rank(self) -> int:
-        return 0 if self.group is None else self.group.rank
+        return 0 if self.ranks is None else self.ranks.rank
 
     @property
     def world(self) -> int:
-        return 1 if self.group is None else self.group.world
+        return 1 if self.ranks is None else self.ranks.world
 
     @property
     def pieces(self) -> int:

@@ -293,8 +293,8 @@ class Planning(Part):
         moved = self._steering.move()
         if moved is not None:
             self._voice.events.emit("steered", window=window, **moved)
-        if self._setup.group is not None:
-            share, inside = self._setup.group.first(self._steering.numbers)
+        if self._setup.ranks is not None:
+            share, inside = self._setup.ranks.broadcast(self._steering.numbers)
             self._steering.numbers = (share, inside)
 
     # --- a selection that `auto` may switch on ---

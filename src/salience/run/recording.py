@@ -13,6 +13,7 @@ from torch import Tensor
 from salience import ledger as ledgers
 from salience.errors import ConfigError, LossError, StateError
 from salience.ledger import Ledger, Recorder
+from salience.ledger.exchange import shared_ledger
 from salience.plan import Shard
 from salience.run.arrays import arrays, tensors
 from salience.run.part import Batch, Part, Setup, Voice
@@ -31,10 +32,10 @@ class Recording(Part):
 
     def __init__(self, setup: Setup, voice: Voice, ledger: Any = None) -> None:
         self._setup, self._voice = setup, voice
-        self.ledger = setup.group.ledger(setup.n) if setup.group else Ledger(setup.n)
+        self.ledger = shared_ledger(setup.ranks, setup.n) if setup.ranks else Ledger(setup.n)
         if ledger is not None:
             self._warm_start(ledger if isinstance(ledger, Ledger) else ledgers.load(ledger))
-        self.recorder = Recorder(self.ledger, setup.group)
+        self.recorder = Recorder(self.ledger, setup.ranks)
         self.batch: Batch | None = None
         """The batch delivered last."""
         self._shard: Shard | None = None
@@ -59,13 +60,13 @@ class Recording(Part):
 
     @property
     def _leads_node(self) -> bool:
-        return self._setup.group is None or self._setup.group.leads_node
+        return self._setup.ranks is None or self._setup.ranks.leads_node
 
     def _load(self, columns: Mapping[str, np.ndarray]) -> None:
         if self._leads_node:
             self.ledger.load_state_dict(columns)
-        if self._setup.group is not None:
-            self._setup.group.barrier()
+        if self._setup.ranks is not None:
+            self._setup.ranks.barrier()
 
     # --- a window ---
 

@@ -125,7 +125,7 @@ class Run:
         finished = course.complete
         for part in self.parts:
             part.close(finished=finished)
-        if self.setup.group is None:
+        if self.setup.ranks is None:
             self.flush()
         self.events.emit(
             "window", window=course.window, batches=len(course.delivered), of=len(shard), finished=finished,
@@ -134,7 +134,7 @@ class Run:
         course.end()
         if finished and course.window == self.setup.windows:
             self.sensing.end_scorer()
-            if self.setup.group is None:  # several ranks look in report()
+            if self.setup.ranks is None:  # several ranks look in report()
                 self._look_for_copies(last=True)
             self._emit_findings()
 
@@ -161,11 +161,11 @@ class Run:
 
     def _check_equal(self, plan: Plan) -> None:
         """Every rank has made the plan for itself: stop all of them where they differ."""
-        group = self.setup.group
-        if group is None:
+        ranks = self.setup.ranks
+        if ranks is None:
             return
         digest = zlib.crc32(plan.weights.tobytes(), zlib.crc32(plan.ids.tobytes()))
-        found = [ours for (ours,) in group.of_all([digest])]
+        found = [ours for (ours,) in ranks.gather_objects([digest])]
         if len(set(found)) > 1:
             raise StateError(
                 f"The ranks made different plans for window {plan.window} (checksums {found}); give every rank the same data "
@@ -219,7 +219,7 @@ class Run:
     @property
     def ledger(self) -> Ledger:
         """What is known of every sample, up to date; with several ranks, as of the last window's end."""
-        if self.setup.group is None:
+        if self.setup.ranks is None:
             self.flush()
         return self.recording.ledger
 

@@ -57,8 +57,8 @@ def open_sinks(setup: Setup, voice: Voice, sinks: Sequence[str | Sink]) -> None:
         for given in sinks if setup.rank == 0 else ():
             voice.events.listen(guarded(sink(given), voice.warn, strict=voice.strict))
     except Exception as error:
-        if setup.group is None:
+        if setup.ranks is None:
             raise
         trouble = error
-    if sinks and setup.group is not None:
-        setup.group.agree(trouble, ConfigError("A sink cannot be opened on rank 0; its message says why."))
+    if sinks and setup.ranks is not None:
+        setup.ranks.agree(trouble, ConfigError("A sink cannot be opened on rank 0; its message says why."))
