@@ -63,7 +63,7 @@ def served(server: Server) -> salience.Source:
 
 
 def unhurried(source: salience.Source) -> salience.Source:
-    source.reader.terms = replace(source.reader.terms, hedge_least=60.0)
+    source.reader.retry = replace(source.reader.retry, hedge_least=60.0)
     return source
 
 

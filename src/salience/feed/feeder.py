@@ -107,7 +107,7 @@ class Feeder:
         sizes = reader.index.size
         self._sizes = sizes
         self._arena = Arena(shared, sizes)
-        self._packages = Packages(reader.index, gap=reader.terms.gap, most=limits.package)
+        self._packages = Packages(reader.index, gap=reader.gap, most=limits.package)
         n = len(sizes)
         self._wanted = np.zeros(n, dtype=bool)
         """In this window's plan and not staged yet."""

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -16,7 +16,6 @@ from salience.errors import SalienceError
 from salience.feed import apart
 from salience.feed.feeder import LAST_WRITES, Feeder, Limits, Window
 from salience.feed.policies import Policy, policy
-from salience.feed.reads import Reader
 from salience.feed.shared import Shared
 from salience.feed.source import Source
 from salience.feed.tiers import open_tiers
@@ -96,11 +95,7 @@ def _serve(job: Job, inbox: Any, theirs: Any = None, parent: int | None = None) 
 
     source = job.source
     try:
-        terms = source.reader.terms
-        # Bytes are what is scarce here: holes are read over only where they are as small as the headers of a tar.
-        terms = replace(terms, concurrency=terms.concurrency * max(1, job.workers), gap=min(terms.gap, 4096))
-        reader = Reader(source.reader.store, source.index, terms)
-        reader.threads = True
+        reader = source.reader.for_feeder(job.workers)
         tiers = open_tiers(job.disk, job.redis, source.index, source.url, warn)
         feeder = Feeder(job.shared, reader, job.open_policy, tiers, job.limits, job.budget)
         if parent is not None:

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from salience.errors import DataError
+from salience.errors import ConfigError, DataError
 from salience.feed.index import FILE, Index, Names, check_path, classes_of
 from salience.feed.options import Decode, ReadingOptions, reading_options
-from salience.feed.reads import Broken, Counts, Reader, Terms
+from salience.feed.reads import Broken, Counts, Reader
+from salience.feed.retry import RetryPolicy
 from salience.feed.stores import LocalStore, Store, open_store
 from salience.feed.tars import index_tars
 
@@ -65,8 +66,10 @@ class Source:
         deadline: float = 60.0,
         concurrency: int = 32,
     ) -> None:
-        terms = Terms(retries=retries, deadline=deadline, concurrency=concurrency)
-        store, only = _opened(os.fspath(url))
+        if concurrency < 1:
+            raise ConfigError(f"concurrency is {concurrency}; it must be at least 1.")
+        retry = RetryPolicy(retries=retries, deadline=deadline)
+        store, only = _opened(os.fspath(url), retry)
         self.url = store.url if only is None else f"{store.url}/{only}"
         self.index = _find_index(store, only, index)
         self.reading: ReadingOptions = reading_options(
@@ -77,7 +80,7 @@ class Source:
         _check_unchanged(store, self.index)
         self.stats = Counts()
         """What was asked of the store and what it sent, as far as batches were delivered."""
-        self.reader = Reader(store, self.index, terms)
+        self.reader = Reader(store, self.index, retry, concurrency=concurrency)
         """Asks the store."""
 
     def __len__(self) -> int:
@@ -121,12 +124,12 @@ class Source:
         return data, self.reader.take_counts()
 
 
-def _opened(url: str) -> tuple[Store, str | None]:
+def _opened(url: str, retry: RetryPolicy) -> tuple[Store, str | None]:
     """The store, and the one tar in it where `url` names a tar."""
     if not url.endswith(".tar"):
-        return open_store(url), None
+        return open_store(url, retry), None
     folder, _, name = url.rpartition("/")
-    return open_store(folder or ("/" if url.startswith("/") else ".")), name
+    return open_store(folder or ("/" if url.startswith("/") else "."), retry), name
 
 
 def _find_index(store: Store, only: str | None, given: Index | str | os.PathLike[str] | None) -> Index:
