@@ -36,6 +36,7 @@ _CREDENTIALS = {
     "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or AZURE_SKIP_SIGNATURE=true if it is public",
 }
 _NO_CREDENTIALS = re.compile(r"metadata|/latest/api/token|token request|must be specified|credential", re.I)
+NO_CREDENTIALS = "no credentials were found"
 _STATUS = re.compile(r"status code: (\d{3})")
 CONCURRENT_HEADS = 32
 """Sizes asked for at the same time."""
@@ -184,7 +185,6 @@ class RemoteStore:
 
     def _list(self, prefix: str) -> list[tuple[str, int]]:
         web = self.scheme in ("http", "https")  # most web servers cannot list, and say so with a status above 500
-        apart.use(self.url)
         store = self._open(replace(self.retry, retries=0)) if web else self._store()
         try:
             metas = store.list(prefix or None).collect()
@@ -199,10 +199,17 @@ class RemoteStore:
         return sorted((meta["path"], meta["size"]) for meta in metas)
 
     def _get(self, path: str) -> bytes | None:
-        async def whole() -> bytes:
-            return bytes(await (await self._store().get_async(path)).bytes_async())
+        """First without repetitions: this is the first question to a store, and missing credentials are told at once."""
 
-        return asyncio.run(self._asked(whole))
+        async def whole(store: ObjectStore) -> bytes:
+            return bytes(await (await store.get_async(path)).bytes_async())
+
+        try:
+            return asyncio.run(self._asked(lambda: whole(self._open(replace(self.retry, retries=0)))))
+        except StoreError as error:
+            if NO_CREDENTIALS in str(error):
+                raise
+        return asyncio.run(self._asked(lambda: whole(self._store())))
 
     async def _asked(self, ask: Callable[[], Awaitable[T]]) -> T | None:
         """The answer; None where the object is missing."""
@@ -215,13 +222,14 @@ class RemoteStore:
         raise self._refused(failed)
 
     def _store(self) -> ObjectStore:
-        """Opened once a process, and only where that can work."""
-        apart.use(self.url)
+        """The store of this process, opened when it is first asked."""
+        apart.use(self.url)  # also where the process that this one was forked from has opened it
         if self._opened is None:
             self._opened = self._open(self.retry)
         return self._opened
 
     def _open(self, retry: RetryPolicy) -> ObjectStore:
+        apart.use(self.url)
         from obstore.store import from_url
 
         options: Any = {"retry_config": retry.for_obstore}
@@ -243,7 +251,7 @@ class RemoteStore:
         if isinstance(error, FileNotFoundError):
             return ReadFailed(MISSING, broken=True)
         if self.scheme in _CREDENTIALS and _NO_CREDENTIALS.search(text):
-            return ReadFailed(f"no credentials were found; {_CREDENTIALS[self.scheme]}")
+            return ReadFailed(f"{NO_CREDENTIALS}; {_CREDENTIALS[self.scheme]}")
         if kind in ("PermissionDeniedError", "UnauthenticatedError") or code in (401, 403):
             return ReadFailed("access is denied; check the credentials in the environment")
         if kind == "NotSupportedError":
