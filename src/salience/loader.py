@@ -22,6 +22,7 @@ from salience.events import EventLog
 from salience.feed.cache import Feed
 from salience.feed.dataset import Fed, FeedCollate, SourceDataset
 from salience.feed.options import Decode, ReadingOptions
+from salience.feed.policy import OpenPolicy
 from salience.feed.sizes import memory_bytes
 from salience.feed.source import Source
 from salience.ledger import Ledger
@@ -98,7 +99,7 @@ class Loader(Deciding):
         treat: Treat | str | None = None,
         max_broken: float | None = None,
         cache: int | str | None = None,
-        cache_policy: str | None = None,
+        cache_policy: str | OpenPolicy | None = None,
         disk: str | None = None,
         redis: str | None = None,
         views: bool = False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,15 +12,18 @@ import numpy.typing as npt
 
 from salience.errors import ConfigError, DataError, StoreError
 from salience.feed.disk import parse_disk
-from salience.feed.feeder import Ids, Limits, Window
+from salience.feed.feeder import Ids, Limits, Window, in_order
 from salience.feed.options import checked_budget
+from salience.feed.policy import OpenPolicy
 from salience.feed.process import Job, Process
 from salience.feed.reads import Broken, Counts
 from salience.feed.shared import BROKEN, SERIAL, WHOLE, Shared, Token
+from salience.feed.simulate import rival_bytes
+from salience.feed.sizes import size
 from salience.feed.source import Source
 from salience.feed.tiers import open_tiers
 from salience.ledger.exchange import Group
-from salience.plan import Plan, Shard
+from salience.plan import Plan, Shard, Trace
 
 LEAST_AHEAD = 64 * 1024 * 1024
 
@@ -70,7 +73,7 @@ class Feed:
         source: Source,
         *,
         cache: int | str,
-        policy: str = "planned",
+        policy: str | OpenPolicy = "planned",
         disk: str | None = None,
         redis: str | None = None,
         views: bool = False,
@@ -95,6 +98,8 @@ class Feed:
         self.handle = Handle(self.shared, self._rank, source.sizes, views)
         self._owner = os.getpid()
         self._serial = 0
+        self._windows: dict[int, None] = {}
+        """Windows that were planned since this cache was made."""
         self._done: set[int] = set()
         self._end = 1
         """The ticket after the last of this window."""
@@ -112,6 +117,7 @@ class Feed:
         self.resident = np.flatnonzero(self.kept)
         resident, self._restored = self._restored, None
         self._serial += 1
+        self._windows[plan.window] = None
         first = self._serial << SERIAL
         self.shared.first[self._rank] = first
         self.shared.done[self._rank] = first
@@ -129,13 +135,12 @@ class Feed:
             self.shared.state[:] = 0
             resident = self.resident
             self._process = Process(self._job)
-        shards = [plan.shard(rank, self._world) for rank in self._ranks]
         self._process.send(
             Window(
-                batches=[[_read(shard, k, unread) for k in range(len(shard))] for shard in shards],
+                batches=self._batches(plan, unread),
                 skip=skip,
                 serial=self._serial,
-                first=[first] * len(shards),
+                first=[first] * len(self._ranks),
                 importance=self._importance(plan),
                 resident=resident,
             )
@@ -190,6 +195,16 @@ class Feed:
 
     def counts(self) -> dict[str, int]:
         return self.shared.counts()
+
+    def rival_bytes(self, trace: Trace, unread: Callable[[Plan], npt.NDArray[np.bool_] | None]) -> dict[str, int]:
+        """Bytes that LRU and never-evict would have fetched for the windows of this run, simulated from its trace."""
+        windows = (self._batches(plan, unread(plan)) for plan in map(trace.read, self._windows))
+        return rival_bytes((np.concatenate(in_order(batches)) for batches in windows), self.budget, self.source.sizes)
+
+    def _batches(self, plan: Plan, unread: npt.NDArray[np.bool_] | None) -> list[list[Ids]]:
+        """Per rank of the node, the samples of its batches whose bytes are wanted."""
+        shards = [plan.shard(rank, self._world) for rank in self._ranks]
+        return [[_read(shard, k, unread) for k in range(len(shard))] for shard in shards]
 
     def take_counts(self) -> Counts:
         """What was asked of the store since the last call."""
@@ -251,3 +266,24 @@ def _shared(group: Group | None, n: int, ranks: int, capacity: int) -> Shared:
     shared = mine or Shared.open(Token(path, n, ranks, capacity))
     group.barrier()
     return shared
+
+
+def cache_summary(counts: Mapping[str, int], budget: int) -> str:
+    """What a cache did, in words: bytes the store sent against other caches, as far as `counts` has them."""
+    wanted, sent = counts["bytes"], counts["bytes_used"]
+    others = f"Without a cache it would have sent {size(wanted)}"
+    if "lru_bytes" in counts:
+        others += (
+            f", with LRU {size(counts['lru_bytes'])}, with one that never evicts {size(counts['never_evict_bytes'])}"
+        )
+    text = (
+        f"Cache of {size(budget)}: {counts['hits']:,} of {counts['samples']:,} samples were in it; the store sent "
+        f"{size(counts['bytes_sent'])}. {others}; for these plans no cache of this size could have done with less than "
+        f"{size(counts['bound_bytes'])}."
+    )
+    for tier in ("disk", "redis"):
+        if counts[f"{tier}_bytes"]:
+            text += f" {size(counts[f'{tier}_bytes'])} came from {tier}."
+    if sent > wanted:
+        text += f" {size(sent - wanted)} were read more than once, since the run was interrupted."
+    return text

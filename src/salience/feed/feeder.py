@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ import numpy.typing as npt
 from salience.errors import SalienceError
 from salience.feed.arena import Arena
 from salience.feed.packages import Packages
-from salience.feed.policies import Lru, NeverEvict, Policy
+from salience.feed.policy import Policy
 from salience.feed.reads import Broken, Reader
 from salience.feed.shared import COUNTERS, Shared
 from salience.feed.tiers import Tier
@@ -70,6 +71,11 @@ class Limits:
     """For neighbours in a shard that are wanted later in the window and are read along."""
     package: int = 256 * 1024
     """Bytes of one such range: a batch waits for what is read along with it."""
+
+
+def in_order(batches: Sequence[Sequence[Ids]]) -> list[Ids]:
+    """Batches of each rank of a node in the order in which they are read: the first of every rank, the second, ..."""
+    return [ids for turn in zip_longest(*batches) for ids in turn if ids is not None]
 
 
 def horizon(bandwidth: float, latency: float, limits: Limits) -> int:
@@ -121,7 +127,6 @@ class Feeder:
         self._unsaid: list[deque[_Batch]] = [deque() for _ in range(shared.token.ranks)]
         """Those of them whose bytes are not all here, as far as the rank was told."""
         self._owed = self._writing = 0
-        self._rivals = Lru(budget, sizes), NeverEvict(budget, sizes)
         self._budget = budget
         self._seen = np.zeros(n, dtype=np.int64)
         """Window in which each was last wanted."""
@@ -284,7 +289,7 @@ class Feeder:
         return True
 
     def _visit(self, i: int, here: bool) -> None:
-        """Sample i has its turn: what the cache makes of it, and what other caches would."""
+        """Sample i has its turn: what the cache makes of it."""
         size = int(self._sizes[i])
         self._count("samples", 1)
         self._count("bytes", size)
@@ -294,10 +299,6 @@ class Feeder:
         elif here:  # and not only in the memory of a run that was resumed
             self._count("hits", 1)
             self._count("hit_bytes", size)
-        for name, rival in zip(("lru_bytes", "never_evict_bytes"), self._rivals, strict=True):
-            if not rival.hit(i):
-                rival.offer(i)
-                self._count(name, size)
 
     def _count_bound(self, i: int, size: int) -> None:
         """At least what was never seen has to come, and of what was seen whatever is more than a cache can hold."""

@@ -15,7 +15,7 @@ from typing import Any
 from salience.errors import SalienceError
 from salience.feed import apart
 from salience.feed.feeder import LAST_WRITES, Feeder, Limits, Window
-from salience.feed.policies import Policy, policy
+from salience.feed.policy import OpenPolicy, Policy, open_policy
 from salience.feed.shared import Shared
 from salience.feed.source import Source
 from salience.feed.tiers import open_tiers
@@ -27,7 +27,7 @@ class Job:
 
     shared: Shared
     source: Source
-    policy: str
+    policy: str | OpenPolicy
     budget: int
     limits: Limits
     workers: int
@@ -35,7 +35,7 @@ class Job:
     redis: str | None
 
     def open_policy(self) -> Policy:
-        return policy(self.policy, self.budget, self.source.sizes)
+        return open_policy(self.policy, self.budget, self.source.sizes)
 
 
 class Process:

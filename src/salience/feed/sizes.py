@@ -35,3 +35,12 @@ def memory_bytes() -> int | None:
         with contextlib.suppress(OSError, ValueError):
             found.append(int(Path(path).read_text()))
     return min(found)
+
+
+def size(count: float) -> str:
+    """A number of bytes as people read it."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from salience.errors import ConfigError, DataError
 from salience.feed.index import FILE, Index, Names, check_path, classes_of
 from salience.feed.options import Decode, ReadingOptions, reading_options
+from salience.feed.policy import OpenPolicy
 from salience.feed.reads import Broken, Counts, Reader
 from salience.feed.retry import RetryPolicy
 from salience.feed.stores import LocalStore, Store, open_store
@@ -60,7 +61,7 @@ class Source:
         redis: str | None = None,
         max_broken: float = 0.01,
         views: bool = False,
-        cache_policy: str = "planned",
+        cache_policy: str | OpenPolicy = "planned",
         index: Index | str | os.PathLike[str] | None = None,
         retries: int = 8,
         deadline: float = 60.0,
