@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from salience.errors import ConfigError, DataError, StoreError
 from salience.feed.disk import parse_disk
-from salience.feed.feeder import Ids, Limits, Window, in_order
 from salience.feed.options import checked_budget
-from salience.feed.policy import OpenPolicy
+from salience.feed.policy import Ids, OpenPolicy
 from salience.feed.process import Job, Process
 from salience.feed.reads import Broken, Counts
+from salience.feed.schedule import Limits, Window, in_order
 from salience.feed.shared import BROKEN, SERIAL, WHOLE, Shared, Token
 from salience.feed.simulate import rival_bytes
 from salience.feed.sizes import size
