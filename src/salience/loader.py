@@ -20,7 +20,7 @@ from salience.decide import Auto, Settings
 from salience.errors import ConfigError, DataError, did_you_mean
 from salience.events import EventLog
 from salience.feed.cache import Feed
-from salience.feed.dataset import Fed, FeedCollate, SourceDataset
+from salience.feed.dataset import FeedCollate, SourceBatch, SourceDataset
 from salience.feed.options import Decode, ReadingOptions
 from salience.feed.policy import OpenPolicy
 from salience.feed.sizes import memory_bytes
@@ -254,7 +254,7 @@ class Loader(Deciding):
     def _batches(self) -> Iterator[Any]:
         """The batches of this window as the loop gets them."""
         for number, ids, batch, prints, ticket, _ in self._timed():
-            if isinstance(batch, Fed):
+            if isinstance(batch, SourceBatch):
                 batch = self._take_fed(number, ids, batch)
             elif isinstance(batch, Made):
                 batch = self._take_made(number, ids, batch)

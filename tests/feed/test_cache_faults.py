@@ -67,7 +67,7 @@ def feeders() -> set[int]:
 @pytest.fixture
 def near(monkeypatch):
     """No more is read ahead than workers hold, so that a window is not over before it begins."""
-    monkeypatch.setattr(cached, "LEAST_AHEAD", 0)
+    monkeypatch.setattr(cached, "MIN_READ_AHEAD_BYTES", 0)
 
 
 def events(loader: salience.Loader, kind: str) -> list[dict[str, Any]]:

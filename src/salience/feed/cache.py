@@ -1,4 +1,4 @@
-"""The cached way from a Source to the loader's workers, as the training process sees it."""
+"""The cache of a node as the training process sees it: it starts the feeder, tells it the plans, and hands out bytes."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ from salience.feed.tiers import open_tiers
 from salience.ledger.exchange import Group
 from salience.plan import Plan, Shard, Trace
 
-LEAST_AHEAD = 64 * 1024 * 1024
+MIN_READ_AHEAD_BYTES = 64 * 1024 * 1024
+"""The feeder may read at least so far ahead, however small the batches are."""
 
 
 class Handle:
-    """What a worker needs to take samples out of the shared memory."""
+    """Takes samples out of the shared memory, in a loader worker."""
 
     def __init__(self, shared: Shared, rank: int, sizes: npt.NDArray[np.int64], views: bool) -> None:
         self.shared, self.rank, self.sizes, self.views = shared, rank, sizes, views
         self._parent = os.getpid()
 
     def read(self, ticket: int, ids: Sequence[int]) -> list[Any]:
-        """Bytes (or views of them) of each sample of the batch, or what is wrong with it. Waits until they are there."""
+        """Wait for a batch and return the bytes of each sample (or a view of them), or a Broken that says what is wrong."""
         self._wait(ticket)
         return [self._one(i) for i in ids]
 
@@ -66,7 +67,7 @@ class Handle:
 
 
 class Feed:
-    """Starts the feeder of the node (on its first rank), tells it the plans and what is done with."""
+    """Starts the feeder of the node (on its first rank) and tells it the plans and which batches are done with."""
 
     def __init__(
         self,
@@ -108,10 +109,10 @@ class Feed:
         self._process: Process | None = None
         self._restored: Ids | None = None
         self.resident: Ids = np.empty(0, dtype=np.int64)
-        """What the cache held when the window in progress began."""
+        """Samples the cache held when the window in progress began."""
 
     def window(self, plan: Plan, delivered: set[int], unread: npt.NDArray[np.bool_] | None = None) -> None:
-        """A window begins; `delivered` batches of this rank are not wanted again, and of `unread` visits no bytes at all."""
+        """Begin a window. Batches of this rank in `delivered` are not wanted again, and visits in `unread` need no bytes."""
         if os.getpid() != self._owner:  # two feeders would write into one memory
             raise ConfigError("The cache belongs to the process that made the Loader; make one in each that iterates.")
         self.resident = np.flatnonzero(self.kept)
@@ -147,11 +148,11 @@ class Feed:
         )
 
     def ticket(self, position: int) -> int:
-        """Of the batch that is the `position`th of those wanted in this window."""
+        """The ticket of the batch at `position` among those wanted in this window."""
         return (self._serial << SERIAL) + position
 
     def delivered(self, ticket: int) -> list[str]:
-        """The batch was handed on and its bytes are no longer needed; warnings of the feeder since the last call."""
+        """Give back the memory of a batch that was handed on; returns warnings of the feeder since the last call."""
         self._done.add(ticket)
         done = int(self.shared.done[self._rank])
         while done in self._done:
@@ -162,21 +163,21 @@ class Feed:
 
     @property
     def serial(self) -> int:
-        """How manieth window is in progress."""
+        """Index of the window in progress; never reused."""
         return self._serial
 
     def break_off(self, serial: int) -> None:
-        """Nobody wants the rest of that window: workers that wait for a batch of it are let go."""
+        """End a window early: workers that wait for one of its batches are let go."""
         if serial == self._serial:
             self.shared.first[self._rank] = (serial + 1) << SERIAL
 
     def restore(self, resident: Ids) -> None:
-        """What the cache of the run that is resumed held when its window began."""
+        """Start from what the cache held in the run that is resumed, when its window began."""
         self._restored = resident
 
     @property
     def kept(self) -> npt.NDArray[np.bool_]:
-        """Which samples the cache of this node keeps between two windows, bool [n]."""
+        """Samples that the cache of this node keeps between two windows, bool [n]."""
         if self._restored is None:
             if self._settled():
                 return self.shared.kept
@@ -186,7 +187,7 @@ class Feed:
         return kept
 
     def _settled(self) -> bool:
-        """Wait until the cache has decided what it keeps of the last window, unless that was broken off."""
+        """Wait until the cache has decided what it keeps of the last window; False if that window was broken off."""
         while self.shared.settled[0] < self._serial:
             if int(self.shared.done[self._rank]) < self._end or self.shared.failed[0] >= self._end:
                 return False
@@ -194,6 +195,7 @@ class Feed:
         return True
 
     def counts(self) -> dict[str, int]:
+        """Counters of the node since the cache was made."""
         return self.shared.counts()
 
     def rival_bytes(self, trace: Trace, unread: Callable[[Plan], npt.NDArray[np.bool_] | None]) -> dict[str, int]:
@@ -207,7 +209,7 @@ class Feed:
         return [[_read(shard, k, unread) for k in range(len(shard))] for shard in shards]
 
     def take_counts(self) -> Counts:
-        """What was asked of the store since the last call."""
+        """Requests to the store since the last call."""
         now = self.counts()
         names = ("bytes_used", "bytes_sent", "requests", "retried", "hedged")
         counts = Counts(samples=now["fetched_samples"], **{name: now[name] for name in names})
@@ -218,7 +220,7 @@ class Feed:
         return new
 
     def _importance(self, plan: Plan) -> npt.NDArray[np.float32]:
-        """Of every sample; where the plan knows only that of its own, what earlier plans said of the others."""
+        """Importance of every sample; for those the plan does not rank, what earlier plans said."""
         if plan.ranks is not None:
             return plan.ranks.astype(np.float32)
         self._known[plan.ids] = plan.importance
@@ -235,7 +237,7 @@ def _read(shard: Shard, k: int, unread: npt.NDArray[np.bool_] | None) -> Ids:
 
 
 def _check_tiers(disk: str | None, redis: str | None, source: Source) -> None:
-    """Say now what is wrong with how they are written; the feeder opens them."""
+    """Raise now if a tier is misspelt or refuses us; the feeder opens them later."""
     if disk is not None:
         parse_disk(disk)
     for tier in open_tiers(None, redis, source.index, source.url, lambda text: None):
@@ -243,13 +245,13 @@ def _check_tiers(disk: str | None, redis: str | None, source: Source) -> None:
 
 
 def _limits(source: Source, budget: int, batch_size: int, workers: int, ranks: int) -> tuple[Limits, int]:
-    """How far to read ahead, and bytes of the memory: the cache, what is read ahead, and a sixteenth for odd pieces."""
+    """How far to read ahead, and the size of the memory: the cache, what is read ahead, and a sixteenth for odd pieces."""
     sizes = source.sizes
     mean = float(sizes.mean()) if len(sizes) else 0.0
     count = min(batch_size, len(sizes))
     largest = int(np.partition(sizes, len(sizes) - count)[len(sizes) - count :].sum()) if count else 0
     least = int((workers + 2) * count * mean) * ranks
-    most = max(2 * least, LEAST_AHEAD)
+    most = max(2 * least, MIN_READ_AHEAD_BYTES)
     along = most // 4
     grains = 128 * 2 * (count * (workers + 2) * ranks + len(sizes))
     total = budget + budget // 16 + most + largest * ranks + along + grains
@@ -258,7 +260,7 @@ def _limits(source: Source, budget: int, batch_size: int, workers: int, ranks: i
 
 
 def _shared(group: Group | None, n: int, ranks: int, capacity: int) -> Shared:
-    """Made by the node's first rank and opened by its others."""
+    """The shared memory, made by the first rank of the node and opened by the others."""
     if group is None:
         return Shared(n, ranks, capacity)
     mine = Shared(n, ranks, capacity) if group.leads_node else None

@@ -39,19 +39,19 @@ class ReadFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A sample that cannot be read, and why."""
+    """A sample that cannot be read, with the reason."""
 
     reason: str
 
 
 @dataclass(slots=True)
 class Counts:
-    """What was asked of a store and what it sent."""
+    """Requests to a store and the bytes it sent."""
 
     samples: int = 0
     """Samples that were asked for."""
     bytes_used: int = 0
-    """Bytes of the samples that were handed on."""
+    """Bytes of samples that were handed on."""
     bytes_sent: int = 0
     """Bytes of all whole answers: gaps between samples, doubled requests and wrong bytes included."""
     requests: int = 0
@@ -63,6 +63,7 @@ class Counts:
 
     @property
     def bytes_wasted(self) -> int:
+        """Bytes sent that no sample needed."""
         return self.bytes_sent - self.bytes_used
 
     def add(self, other: Counts) -> None:
@@ -83,7 +84,7 @@ def coalesce(starts: Sequence[int], stops: Sequence[int], *, gap: int, longest: 
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Bytes of one object, and the samples in them."""
+    """A range of bytes of one object, and the samples in it."""
 
     path: str
     start: int
@@ -92,13 +93,13 @@ class _Span:
 
 
 class _Live:
-    """What reads share in one process: the event loop in its thread, free slots, and how long requests take."""
+    """State that all reads of a process share: the event loop, free slots, and how long requests take."""
 
     def __init__(self, concurrency: int) -> None:
         self.loop = asyncio.new_event_loop()
         self.slots = asyncio.Semaphore(concurrency)
         self.seconds: deque[tuple[float, int]] = deque(maxlen=MEASURED_REQUESTS)
-        """Seconds and bytes of the last requests."""
+        """Duration in seconds and bytes of the last requests."""
         self.sent = self.hedged = 0
         threading.Thread(target=_run, args=(self.loop,), name="salience-reads", daemon=True).start()
         weakref.finalize(self, _stop, self.loop, os.getpid())
@@ -155,7 +156,7 @@ class Reader:
         )  # fmt: skip
 
     def read(self, ids: Sequence[int]) -> list[bytes | Broken]:
-        """The bytes of each sample, or what is wrong with it; StoreError where the store cannot be reached."""
+        """The bytes of each sample, or a Broken; StoreError if the store cannot be reached."""
         wrong = [i for i in ids if not 0 <= i < len(self.index)]
         if wrong:
             raise IndexError(f"sample {wrong[0]} of {len(self.index)}")
@@ -184,7 +185,7 @@ class Reader:
         return [found[i] for i in ids]
 
     async def stream(self, ids: Sequence[int], got: Callable[[int, bytes | Broken], None]) -> None:
-        """Read samples and hand each on as it comes, from inside `loop`; local files are read in threads."""
+        """Read samples and hand each to `got` as it comes. To be awaited inside `loop`."""
 
         async def one(span: _Span) -> None:
             for i, data in (await self._read_span(span)).items():
@@ -205,16 +206,16 @@ class Reader:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """Where reads run in this process."""
+        """The event loop on which reads run in this process."""
         return self._here.loop
 
     def latency(self) -> float:
-        """Seconds of the quickest tenth of the last requests: an answer that did not have to queue."""
+        """Seconds that an answer takes when it does not have to queue: the quickest tenth of the last requests."""
         seconds = [taken for taken, _ in self._here.seconds]
         return statistics.quantiles(seconds, n=10)[0] if len(seconds) > 1 else 0.0
 
     def take_counts(self) -> Counts:
-        """What was counted in this process since the last call."""
+        """Counts of this process since the last call."""
         taken, self.counts = self.counts, Counts()
         return taken
 
@@ -245,7 +246,7 @@ class Reader:
         return found
 
     def _spans(self, ids: list[int]) -> list[_Span]:
-        """Requests for these samples; one without bytes needs none."""
+        """The requests that bring these samples; an empty sample needs none."""
         index, chosen = self.index, np.array(ids, dtype=np.int64)
         chosen = chosen[index.size[chosen] > 0]
         alone = chosen[index.shard[chosen] < 0]
@@ -275,7 +276,7 @@ class Reader:
         return found
 
     async def _once_more(self, span: _Span, i: int) -> bytes | Broken:
-        """Wrong bytes may have gone wrong on the way: ask for this sample alone."""
+        """Ask again for one sample whose bytes are wrong: they may have been damaged on the way."""
         self.counts.retried += 1
         data = await self._fetch(self._alone(span, i))
         if isinstance(data, Broken) or self._right(i, data):
@@ -309,7 +310,7 @@ class Reader:
         )
 
     async def _hedged(self, span: _Span) -> bytes:
-        """One request, and a second one beside it when it is slow; the first answer wins and the other is cancelled."""
+        """One request, and a second one if it is slow; the first answer wins and the other request is cancelled."""
         tasks = [asyncio.ensure_future(self._request(span))]
         try:
             here = self._here

@@ -27,7 +27,7 @@ def parse_bytes(size: str | int) -> int:
 
 
 def memory_bytes() -> int | None:
-    """Bytes of memory of this machine or container; None where it cannot be told."""
+    """Bytes of memory of this machine or container; None if unknown."""
     if sys.platform != "linux":
         return None
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]

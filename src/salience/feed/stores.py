@@ -1,7 +1,7 @@
-"""Where samples lie: local folders, and object stores through `obstore`.
+"""Stores of samples: local folders, and object stores through `obstore`.
 
-A store is opened by its URL, holds no connection until it is asked and may be pickled. What an object store says in its
-errors may hold signed URLs or account names, so it is read to tell errors apart and never passed on.
+A store is opened by its URL, makes no connection before the first question, and can be pickled. The errors of an object store
+may contain signed URLs or account names: they are used to tell errors apart and never passed on.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SCHEMES = ("s3", "gs", "az", "https", "http", "file")
-_CREDENTIALS = {
+CREDENTIAL_HINTS = {
     "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION, or AWS_SKIP_SIGNATURE=true if it is public",
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS to the key file, or GOOGLE_SKIP_SIGNATURE=true if it is public",
     "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or AZURE_SKIP_SIGNATURE=true if it is public",
 }
-_NO_CREDENTIALS = re.compile(r"metadata|/latest/api/token|token request|must be specified|credential", re.I)
+CREDENTIAL_ERRORS = re.compile(r"metadata|/latest/api/token|token request|must be specified|credential", re.I)
 NO_CREDENTIALS = "no credentials were found"
-_STATUS = re.compile(r"status code: (\d{3})")
+STATUS_CODE = re.compile(r"status code: (\d{3})")
 CONCURRENT_HEADS = 32
 """Sizes asked for at the same time."""
 
@@ -46,12 +46,12 @@ class Store(Protocol):
     """Objects by path below one URL."""
 
     url: str
-    """Safe to show."""
+    """Where it is; safe to show."""
     far: bool
-    """Whether a network lies between, on which answers get lost."""
+    """True if it is reached over a network, where answers get lost."""
 
     def sizes(self, paths: Sequence[str]) -> list[int | None]:
-        """Bytes of each object; None where there is none."""
+        """Bytes of each object; None for one that does not exist."""
         ...
 
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
@@ -59,16 +59,16 @@ class Store(Protocol):
         ...
 
     def get(self, path: str) -> bytes | None:
-        """A whole object; None where there is none."""
+        """A whole object; None if it does not exist."""
         ...
 
     async def get_range(self, path: str, start: int, stop: int) -> bytes:
-        """Bytes from `start` up to `stop`, or ReadFailed."""
+        """Bytes from `start` up to `stop`; raises ReadFailed."""
         ...
 
 
 def open_store(url: str | os.PathLike[str], retry: RetryPolicy | None = None) -> Store:
-    """The store that `url` names; nothing is asked of it yet."""
+    """The store at `url`; no request is made yet."""
     text = os.fspath(url)
     if "://" not in text:
         return LocalStore(text)
@@ -89,7 +89,7 @@ def open_store(url: str | os.PathLike[str], retry: RetryPolicy | None = None) ->
 
 
 def shown(url: str) -> str:
-    """The URL without what may be secret in it: user, password, query."""
+    """The URL without its user, password and query, which may be secret."""
     scheme, mark, rest = url.partition("://")
     if not mark:
         return url
@@ -128,7 +128,7 @@ class LocalStore:
         return file.read_bytes() if file.is_file() else None
 
     async def get_range(self, path: str, start: int, stop: int) -> bytes:
-        """Never waits, and an error of a local file is not repeated."""
+        """Reads at once; a failed read of a local file is not repeated."""
         try:
             with self._path(path).open("rb") as handle:
                 handle.seek(start)
@@ -242,16 +242,16 @@ class RemoteStore:
             raise self._refused(self._failed(error)) from None
 
     def _failed(self, error: Exception) -> ReadFailed:
-        """What went wrong, in our words: nothing of the store's own text goes further than this function."""
+        """The failure in our words; the store's own text goes no further than this function."""
         if isinstance(error, SalienceError):
             raise error
         text, kind = str(error), type(error).__name__
-        status = _STATUS.search(text)
+        status = STATUS_CODE.search(text)
         code = int(status[1]) if status else 0
         if isinstance(error, FileNotFoundError):
             return ReadFailed(MISSING, broken=True)
-        if self.scheme in _CREDENTIALS and _NO_CREDENTIALS.search(text):
-            return ReadFailed(f"{NO_CREDENTIALS}; {_CREDENTIALS[self.scheme]}")
+        if self.scheme in CREDENTIAL_HINTS and CREDENTIAL_ERRORS.search(text):
+            return ReadFailed(f"{NO_CREDENTIALS}; {CREDENTIAL_HINTS[self.scheme]}")
         if kind in ("PermissionDeniedError", "UnauthenticatedError") or code in (401, 403):
             return ReadFailed("access is denied; check the credentials in the environment")
         if kind == "NotSupportedError":

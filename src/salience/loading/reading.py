@@ -13,7 +13,7 @@ from torch import Tensor
 
 from salience.errors import ConfigError, DataError
 from salience.feed.cache import Feed, cache_summary
-from salience.feed.dataset import Fed, SourceDataset
+from salience.feed.dataset import SourceBatch, SourceDataset
 from salience.feed.reads import Counts
 from salience.feed.source import Source
 from salience.plan import Plan, Shard
@@ -94,7 +94,7 @@ class Reading(Run):
         stats = asdict(self._source.stats)
         self.events.emit("feed", window=self.epoch, broken=len(self._broken), **stats, cache=cached)
 
-    def _take_fed(self, number: int, ids: npt.NDArray[np.int64], fed: Fed) -> Any:
+    def _take_fed(self, number: int, ids: npt.NDArray[np.int64], fed: SourceBatch) -> Any:
         """Note what the worker had to tell, and give the batch."""
         assert self._source is not None
         self._source.stats.add(Counts(**fed.counts))
