@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import salience
-from salience.feed.policies import policy
+from rivals import policy
 from salience.images.folder import ImageFolder
 from salience.ledger.copies import Copies
 from salience.models import build

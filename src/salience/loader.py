@@ -20,9 +20,10 @@ from salience.decide import Auto
 from salience.door import Door, Parts
 from salience.errors import ConfigError, DataError, did_you_mean
 from salience.events import EventLog
-from salience.feed.cache import memory_bytes
-from salience.feed.dataset import Decode, SourceDataset
-from salience.feed.source import Source
+from salience.feed.dataset import SourceDataset
+from salience.feed.options import ReadingOptions, reading_options
+from salience.feed.sizes import memory_bytes
+from salience.feed.source import READING, Source
 from salience.ledger import Ledger
 from salience.report.sinks import Sink
 from salience.run.deciding import Deciding, cores_of, first_cache
@@ -66,12 +67,8 @@ class Loader(Door):
     places for its figures ("tensorboard:runs/tb", "wandb:project", "mlflow:uri", or a function of each event). A failing
     plug-in is switched off, named and logged; with `strict=True` it raises.
 
-    A `salience.Source` is read batch by batch and delivers `(decode(data), label)`, `decode` being yours: bytes to sample. A
-    sample that cannot be read or decoded is stood in for by another one of the batch, with loss weight 0, and named in
-    the report; more than `max_broken` of all samples stop the run. With `cache` ("4GiB", or bytes), `disk` ("/nvme/x:200GiB")
-    or `redis` ("redis://host"), one process a node reads ahead of the plan and keeps what it will want again. `views`
-    gives `decode` a read-only view of the cache's memory instead of bytes: one copy less, but it must not outlive the
-    batch.
+    A `salience.Source` is read batch by batch and delivers `(decode(data), label)`. How it is read, cached and decoded is said
+    to the source; what is said here about it (`decode`, `cache`, `disk`, `redis`, `max_broken`, `views`) is passed on.
 
     `augment` is a list of stages that run behind the data set, in the workers (behind `decode` where there is one), with
     random numbers that depend on seed, window and sample alone. `treat` says which samples get all of them fresh: "reuse",
@@ -95,15 +92,8 @@ class Loader(Door):
         drop_last: bool = False,
         window: int | str | None = None,
         collate_fn: Any = None,
-        decode: Decode | None = None,
         augment: Sequence[Stage | Callable[..., Any]] | None = None,
         treat: Treat | str | None = None,
-        max_broken: float = 0.01,
-        cache: int | str | None = None,
-        cache_policy: str = "planned",
-        disk: str | None = None,
-        redis: str | None = None,
-        views: bool = False,
         generator: torch.Generator | None = None,
         ledger: Ledger | str | Path | None = None,
         reference: Opinion | Sequence[Opinion] | None = None,
@@ -117,17 +107,16 @@ class Loader(Door):
         policy: str = "heuristic",
         **dataloader: Any,
     ) -> None:
+        dataset, reading = _with_reading(dataset, dataloader)
         _check_arguments(batch_size, dataloader)
         stages = None
         if augment is not None or treat is not None:
             stages = as_stages(() if augment is None else augment)
-            if isinstance(dataset, Source) and decode is not None:
-                stages = Stage(decode, random=False, name="decode"), *stages
+            if reading.decode is not None:
+                stages = Stage(reading.decode, random=False, name="decode"), *stages
             check_picklable(stages, dataloader)
         if isinstance(dataset, Source):
-            dataset = SourceDataset(dataset, decode if stages is None else None)
-        elif decode is not None:
-            raise ConfigError(f"decode= is for a salience.Source; a {type(dataset).__name__} decodes by itself.")
+            dataset = SourceDataset(dataset, reading.decode if stages is None else None)
         if not auto and policy != "heuristic":
             raise ConfigError(f"policy={policy!r} is how auto decides; pass auto=True with it.")
         parts = Parts(
@@ -137,24 +126,14 @@ class Loader(Door):
         )  # fmt: skip
         chooser = Auto(auto, baseline, epochs=parts.setup.windows, policy=policy) if auto else None
         self.dataset, self.with_ids = dataset, with_ids
-        group, workers = parts.setup.ranks, dataloader.get("num_workers", 0)
-        feeding = Feeding(
-            parts.setup,
-            parts.voice,
-            dataset,
-            max_broken=max_broken,
-            policy=cache_policy,
-            disk=disk,
-            redis=redis,
-            views=views,
-        )
-        wanted = cache is not None or disk is not None or redis is not None
-        adopted = 0 if wanted else first_cache(chooser, feeding.source, group)
-        if wanted or adopted:
-            feeding.set_cache(cache or adopted, workers if chooser is None else max(workers, cores_of(group)))
+        ranks, workers = parts.setup.ranks, dataloader.get("num_workers", 0)
+        feeding = Feeding(parts.setup, parts.voice, dataset, reading)
+        adopted = 0 if reading.cached else first_cache(chooser, feeding.source, ranks)
+        if reading.cached or adopted:
+            feeding.set_cache(reading.cache or adopted, workers if chooser is None else max(workers, cores_of(ranks)))
         elif isinstance(parts.planning.config, SelectConfig) and parts.planning.config.fetch is not None:
             parts.voice.warn(
-                "select has a [fetch] table and the Loader no cache: pass cache=, or nothing can be saved in reading."
+                "select has a [fetch] table and the source no cache: make it with cache=, or nothing can be saved in reading."
             )
         feeding.know(parts.recording.ledger)
         if feeding.source is not None:
@@ -164,7 +143,7 @@ class Loader(Door):
             optional = None
             if treat is None and chooser is not None and chooser.lossy:
                 optional = Treat("reuse", memory=min(Treat().bytes, (memory_bytes() or 0) // 4))
-            treating = Treating(dataset, stages, optional or Treat.of(treat), seed=seed, workers=workers, group=group)
+            treating = Treating(dataset, stages, optional or Treat.of(treat), seed=seed, workers=workers, group=ranks)
             staging = Staging(parts.voice, parts.recording.ledger, parts.watching.watch, treating, optional=optional)
         collate = collate_fn or default_collate
         self._source = source = WorkerSource(
@@ -201,6 +180,21 @@ class Loader(Door):
     @property
     def num_workers(self) -> int:
         return self._source.num_workers
+
+
+def _with_reading(dataset: Any, options: dict[str, Any]) -> tuple[Any, ReadingOptions]:
+    """The data set and how it is read. Options of a Source among those of the Loader are passed on to it."""
+    given = {name: options.pop(name) for name in READING if name in options}
+    if isinstance(dataset, Source):
+        dataset = dataset.using(**given) if given else dataset
+        return dataset, dataset.reading
+    name = type(dataset).__name__
+    if given.get("decode") is not None:
+        raise ConfigError(f"decode= is for a salience.Source; a {name} decodes by itself.")
+    if any(given.get(tier) is not None for tier in ("cache", "disk", "redis")):
+        raise ConfigError(f"cache=, disk= and redis= are for a salience.Source, not for a {name}.")
+    broken = {"max_broken": given["max_broken"]} if "max_broken" in given else {}
+    return dataset, reading_options(np.empty(0, dtype=np.int64), **broken)
 
 
 def _scorer(

@@ -2,62 +2,102 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from salience.errors import DataError
+from salience.errors import ConfigError, DataError
 from salience.feed.index import FILE, Index, Names, check_path, classes_of
-from salience.feed.reads import Broken, Counts, Reader, Terms
+from salience.feed.options import Decode, ReadingOptions, reading_options
+from salience.feed.policy import OpenPolicy
+from salience.feed.reads import Broken, Counts, Reader
+from salience.feed.retry import RetryPolicy
 from salience.feed.stores import LocalStore, Store, open_store
 from salience.feed.tars import index_tars
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Layout:
-    """Where samples lie, for plans that read neighbours together."""
+    """Where the bytes of samples lie, for plans that read neighbours together."""
 
     shard: npt.NDArray[np.int32]
     """int32 [N]; -1 where the sample is an object of its own."""
     offset: npt.NDArray[np.int64]
+    """First byte of each sample in its shard, int64 [N]."""
     size: npt.NDArray[np.int64]
+    """Bytes of each sample, int64 [N]."""
+
+
+READING = ("decode", "cache", "disk", "redis", "max_broken", "views", "cache_policy")
+"""Options of a source about how its samples are read."""
 
 
 class Source:
     """N samples at `url`, read by number: a folder, tar shards with their byte index, or a prefix of an object store.
 
-        source = salience.Source("s3://bucket/shards")
-        loader = salience.Loader(source, batch_size=128, decode=my_decode)
+        source = salience.Source("s3://bucket/shards", decode=my_decode, cache="4GiB")
+        loader = salience.Loader(source, batch_size=128)
+
+    `decode` turns the bytes of a sample into the sample; without it, batches are made of bytes. A sample that cannot be read
+    or decoded is replaced by another one of its batch, with loss weight 0, and named in the report; the run stops when
+    more than `max_broken` of all samples are broken.
+
+    With `cache` ("4GiB", or bytes), `disk` ("/nvme/x:200GiB") or `redis` ("redis://host"), one process per node reads ahead
+    of the plan and keeps what the plan will want again; `cache_policy` decides which samples stay in memory. `views` hands
+    `decode` a read-only view of the cache's memory instead of bytes: one copy less, but the view must not outlive the batch.
 
     An `index.npz` below `url` is used, or the `index` given (a path, or an Index). Without one, every object is
-    a sample and the directory it lies in its class. `retries` repeats failed requests, `deadline` is the seconds one may
-    take with its repetitions, `concurrency` the requests at a time in each process. Credentials come from the
-    environment or the cloud's own configuration.
+    a sample and its folder is its class. Failed requests are repeated up to `retries` times within `deadline` seconds;
+    each process has at most `concurrency` requests under way. Credentials come from the environment or the cloud's own
+    configuration.
     """
 
     def __init__(
         self,
         url: str | os.PathLike[str],
         *,
+        decode: Decode | None = None,
+        cache: int | str | None = None,
+        disk: str | None = None,
+        redis: str | None = None,
+        max_broken: float = 0.01,
+        views: bool = False,
+        cache_policy: str | OpenPolicy = "planned",
         index: Index | str | os.PathLike[str] | None = None,
         retries: int = 8,
         deadline: float = 60.0,
         concurrency: int = 32,
     ) -> None:
-        terms = Terms(retries=retries, deadline=deadline, concurrency=concurrency)
-        store, only = _opened(os.fspath(url))
+        if concurrency < 1:
+            raise ConfigError(f"concurrency is {concurrency}; it must be at least 1.")
+        retry = RetryPolicy(retries=retries, deadline=deadline)
+        store, only = _opened(os.fspath(url), retry)
         self.url = store.url if only is None else f"{store.url}/{only}"
         self.index = _find_index(store, only, index)
+        self.reading: ReadingOptions = reading_options(
+            self.sizes, decode=decode, cache=cache, disk=disk, redis=redis, max_broken=max_broken, views=views,
+            policy=cache_policy,
+        )  # fmt: skip
+        """How its samples are decoded, cached and counted as broken."""
         _check_unchanged(store, self.index)
         self.stats = Counts()
-        """What was asked of the store and what it sent, as far as batches were delivered."""
-        self.reader = Reader(store, self.index, terms)
-        """Asks the store."""
+        """Requests to the store and bytes it sent, for the batches delivered so far."""
+        self.reader = Reader(store, self.index, retry, concurrency=concurrency)
+        """Sends the requests."""
+
+    def using(self, **options: Any) -> Source:
+        """The same samples, with other `decode`, `cache`, `disk`, `redis`, `max_broken`, `views` or `cache_policy`."""
+        other, policy = copy.copy(self), options.pop("cache_policy", self.reading.policy)
+        kept = {name: getattr(self.reading, name) for name in READING if name != "cache_policy"}
+        other.reading = reading_options(self.sizes, **{**kept, **options, "policy": policy})
+        return other
 
     def __len__(self) -> int:
         return len(self.index)
@@ -67,16 +107,17 @@ class Source:
 
     @property
     def labels(self) -> npt.NDArray[np.int32]:
-        """int32 [N], index into `classes`; -1 where not known."""
+        """Class of each sample as an index into `classes`, int32 [N]; -1 where not known."""
         return self.index.label
 
     @property
     def classes(self) -> tuple[str, ...]:
+        """Names of the classes; empty where they are not known."""
         return self.index.classes
 
     @property
     def names(self) -> Names:
-        """The sample's name in its shard, or its path."""
+        """The name of each sample in its shard, or its path."""
         return self.index.names
 
     @property
@@ -86,6 +127,7 @@ class Source:
 
     @property
     def layout(self) -> Layout:
+        """Shard, offset and size of every sample."""
         return Layout(shard=self.index.shard, offset=self.index.offset, size=self.index.size)
 
     def read(self, ids: Sequence[int]) -> list[bytes | Broken]:
@@ -95,17 +137,17 @@ class Source:
         return data
 
     def read_counted(self, ids: Sequence[int]) -> tuple[list[bytes | Broken], Counts]:
-        """For workers, whose counts travel with the batch."""
+        """The same with its counts, for workers whose counts travel with the batch."""
         data = self.reader.read(ids)
         return data, self.reader.take_counts()
 
 
-def _opened(url: str) -> tuple[Store, str | None]:
-    """The store, and the one tar in it where `url` names a tar."""
+def _opened(url: str, retry: RetryPolicy) -> tuple[Store, str | None]:
+    """The store, and the name of the tar if `url` names one."""
     if not url.endswith(".tar"):
-        return open_store(url), None
+        return open_store(url, retry), None
     folder, _, name = url.rpartition("/")
-    return open_store(folder or ("/" if url.startswith("/") else ".")), name
+    return open_store(folder or ("/" if url.startswith("/") else "."), retry), name
 
 
 def _find_index(store: Store, only: str | None, given: Index | str | os.PathLike[str] | None) -> Index:
@@ -133,7 +175,7 @@ def _find_index(store: Store, only: str | None, given: Index | str | os.PathLike
 
 
 def _of_objects(listed: Sequence[tuple[str, int]], url: str) -> Index:
-    """An index in which every object is a sample, and the directory it lies in its class."""
+    """An index in which every object is a sample and its folder is its class."""
     paths = [check_path(path, url) for path, _ in listed]
     classes, label = classes_of(paths)
     n = len(paths)
@@ -145,7 +187,7 @@ def _of_objects(listed: Sequence[tuple[str, int]], url: str) -> Index:
 
 
 def _index_of_tar(store: Store, name: str) -> Index:
-    """Of a local tar, made by reading its headers."""
+    """The index of a local tar, made by reading its headers."""
     if store.sizes([name]) == [None]:
         raise DataError(f"There is no {name!r} at {store.url}; check the spelling.")
     if isinstance(store, LocalStore):

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from salience.decide import Auto, Reach, Settings
 from salience.errors import SalienceError, StateError
-from salience.feed.cache import memory_bytes
+from salience.feed.sizes import memory_bytes
 from salience.feed.source import Source
 from salience.plan import Shard
 from salience.ranks import Ranks

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from salience.errors import ConfigError, DataError
-from salience.feed.cache import Feed
+from salience.feed.cache import Feed, cache_summary
 from salience.feed.dataset import SourceDataset
+from salience.feed.options import ReadingOptions
 from salience.feed.reads import Counts
 from salience.feed.source import Source
-from salience.feed.told import told
 from salience.ledger import Ledger
-from salience.plan import Shard
+from salience.plan import Plan, Shard, Trace
 from salience.run.part import Batch, Part, Setup, Voice
 from salience.select.fetching import Stock
+
+Unread = Callable[[Plan], npt.NDArray[np.bool_] | None]
+"""Which visits of a plan nobody asks the cache for, bool [visits]; None = there are none."""
 
 
 class Feeding(Part):
@@ -26,23 +30,8 @@ class Feeding(Part):
 
     name = "feeding"
 
-    def __init__(
-        self,
-        setup: Setup,
-        voice: Voice,
-        dataset: Any,
-        *,
-        max_broken: float,
-        policy: str = "planned",
-        disk: str | None = None,
-        redis: str | None = None,
-        views: bool = False,
-    ) -> None:
-        if not 0 <= max_broken <= 1:
-            raise ConfigError(f"max_broken is {max_broken}; it must be a share from 0 to 1.")
-        self._setup, self._voice, self._dataset = setup, voice, dataset
-        self._options: dict[str, Any] = {"policy": policy, "disk": disk, "redis": redis, "views": views}
-        self._max_broken = max_broken
+    def __init__(self, setup: Setup, voice: Voice, dataset: Any, reading: ReadingOptions) -> None:
+        self._setup, self._voice, self._dataset, self._reading = setup, voice, dataset, reading
         self.source: Source | None = dataset.source if isinstance(dataset, SourceDataset) else None
         self.feed: Feed | None = None
         """The cache; None = every batch is read by its worker."""
@@ -50,6 +39,8 @@ class Feeding(Part):
         """Visits of the next window whose bytes nobody will ask the cache for, bool [visits]; None = there are none."""
         self.workers = 0
         """Worker processes of the DataLoader inside."""
+        self._rivals: Mapping[str, int] = {}
+        """Bytes that other caches would have fetched, as of the last report."""
         self.broken: dict[int, str] = {}
         """Samples found broken so far, and why."""
         self._window = 0
@@ -68,14 +59,14 @@ class Feeding(Part):
         if cache is not None:
             self.feed = Feed(
                 dataset.source, cache=cache, batch_size=self._setup.batch_size, group=self._setup.ranks, workers=workers,
-                **self._options,
+                policy=self._reading.policy, disk=self._reading.disk, redis=self._reading.redis, views=self._reading.views,
             )  # fmt: skip
             dataset.handle = self.feed.handle
 
     @property
     def _copied(self) -> bool:
         """True if a batch, once it is here, holds nothing of the cache's memory."""
-        return self.workers > 0 or not self._options["views"]
+        return self.workers > 0 or not self._reading.views
 
     def know(self, ledger: Ledger) -> None:
         """Enter what the index tells before anything is read: classes and sizes."""
@@ -141,15 +132,24 @@ class Feeding(Part):
         self.first_ticket = None
         if finished:
             self._agree_on_broken()
+        self._emit()
+
+    def _emit(self) -> None:
         if self.source is None:
             return
         cached: dict[str, int] = {}
         if self.feed is not None:
             self.source.stats.add(self.feed.take_counts())
-            cached = self.feed.counts()
+            cached = {**self.feed.counts(), **self._rivals}
         self._voice.events.emit(
             "feed", window=self._window, broken=len(self.broken), **asdict(self.source.stats), cache=cached
         )
+
+    def compare(self, trace: Trace | None, unread: Unread | None) -> None:
+        """Before a report: simulate what other caches would have fetched for the plans of `trace`, where one was recorded."""
+        if self.feed is not None and trace is not None and self._setup.rank == 0:
+            self._rivals = self.feed.rival_bytes(trace, unread or _all_read)
+            self._emit()
 
     # --- broken samples ---
 
@@ -160,9 +160,9 @@ class Feeding(Part):
             self._check_broken(len({i for found in ranks.gather_objects(sorted(self.broken)) for i in found}))
 
     def _check_broken(self, count: int) -> None:
-        if count > self._max_broken * self._setup.n:
+        if count > self._reading.max_broken * self._setup.n:
             raise DataError(
-                f"{count} of {self._setup.n} samples are broken, more than max_broken = {self._max_broken:g}:"
+                f"{count} of {self._setup.n} samples are broken, more than max_broken = {self._reading.max_broken:g}:"
                 f"{self._broken_lines(3)}\nMend or remove them, or raise max_broken."
             )
 
@@ -184,7 +184,7 @@ class Feeding(Part):
                 f"{stats.bytes_used:,} bytes of samples; {stats.retried:,} repeated, {stats.hedged:,} doubled."
             )
         if self.feed is not None:
-            text += f"\n{told(self.feed.counts(), self.feed.budget)}"
+            text += f"\n{cache_summary({**self.feed.counts(), **self._rivals}, self.feed.budget)}"
         if self.broken:
             text += f"\n\nBroken samples, stood in for with weight 0: {len(self.broken):,}{self._broken_lines(8)}"
         return text.strip()
@@ -200,3 +200,7 @@ class Feeding(Part):
         self.broken = dict(zip(state["broken"]["ids"], state["broken"]["reasons"], strict=True))
         if self.feed is not None and state.get("resident") is not None:
             self.feed.restore(state["resident"].numpy())
+
+
+def _all_read(plan: Plan) -> None:
+    """Every visit of `plan` asks for its bytes."""

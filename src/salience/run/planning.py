@@ -46,7 +46,9 @@ class Planning(Part):
         self.config = resolve(select)
         if setup.epochs is None and self.config is not None:
             raise ConfigError("select needs epochs=: the number of passes you will make, so that it can pace itself.")
-        self._setup, self._voice, self._trace, self._has_baseline = setup, voice, trace, baseline is not None
+        self._setup, self._voice, self._has_baseline = setup, voice, baseline is not None
+        self.trace = trace
+        """Where plans are recorded; None = nowhere."""
         self.order = PlainOrder(setup.n, shuffle or torch.Generator().manual_seed(setup.seed))
         self.pipeline: Pipeline | None = None
         self._offered: tuple[SelectConfig, Pipeline] | None = None
@@ -113,8 +115,8 @@ class Planning(Part):
 
     def planned(self, plan: Plan) -> None:
         """Write the final plan to the trace, where one is recorded."""
-        if self._trace is not None and self._setup.rank == 0:
-            self._trace.write(plan)
+        if self.trace is not None and self._setup.rank == 0:
+            self.trace.write(plan)
 
     def note_course(self, ledger: Ledger) -> None:
         """Note how often predictions contradict labels by now: whether that falls tells hard samples from wrong labels."""

@@ -269,6 +269,8 @@ class Run:
         self._look_for_copies(last=True)
         self._emit_findings()
         text = render(self.events.emit("observed", summary=self.summary())["summary"])
+        if self.feeding is not None:
+            self.feeding.compare(self.planning.trace, None if self.staging is None else self.staging.treating.unread)
         said = self.feeding, self.staging
         return "\n\n".join([text, *(part.report() for part in said if part is not None and part.report())])
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from salience.batches import Order, Orders, TagCollate, Tagged, Tagging, WorkerInit, integer_targets
-from salience.feed.dataset import Fed, FeedCollate
+from salience.feed.dataset import FeedCollate, SourceBatch
 from salience.plan import Shard
 from salience.run.feeding import Feeding
 from salience.run.part import Batch
@@ -126,7 +126,7 @@ class WorkerSource:
         """What arrived, taken out of its envelopes."""
         content, ids, work = tagged.batch, tagged.ids, tagged.work
         batch = Batch(window, tagged.number, ids, prints=tagged.prints, ticket=tagged.ticket)
-        if isinstance(content, Fed):
+        if isinstance(content, SourceBatch):
             content, batch.broken, batch.counts = content
         elif isinstance(content, Made):
             content, batch.note = content
