@@ -18,8 +18,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
-from salience.errors import ConfigError, RankError
+from salience.errors import ConfigError, RankError, StateError
 from salience.ledger.exchange import shared_ledger
+from salience.memory import node_memory
 from salience.ranks import Ranks, current_ranks
 
 
@@ -106,6 +107,24 @@ def test_ranks_of_a_node_share_its_ledger_and_no_other(run):
     found = run(nodes, world=4)
     assert found[0] == found[1] == [[0, 1], 0, True, [0, 1], [1] * 4]
     assert found[2] == found[3] == [[2, 3], 2, True, [2, 3], [3] * 4]
+
+
+def no_memory(rank: int) -> Any:
+    ranks = Ranks()
+    with pytest.raises(StateError) as caught:
+        node_memory(ranks, 1 << 62)
+    memory = node_memory(ranks, 8)
+    if rank == 1:
+        memory.array(np.int64, 1)[0] = 5
+    ranks.barrier()
+    return [str(caught.value), int(memory.array(np.int64, 1)[0])]
+
+
+def test_when_the_first_rank_of_a_node_gets_no_memory_all_are_told_and_can_go_on(run):
+    first, second = run(no_memory)
+    assert "bytes of shared memory cannot be had" in first[0]
+    assert second[0] == "Another rank has no shared memory; its message says why."
+    assert first[1] == second[1] == 5
 
 
 def mesh(rank: int) -> Any:
