@@ -113,9 +113,9 @@ def run(regime: Regime, settings: Settings | None) -> tuple[Settings, list[tuple
     loader = salience.Loader(
         regime.data(), regime.batch, epochs=RECORDED + 1, **{**regime.options, "auto": regime.auto}
     )
-    plain = replace(loader._settings, cache=0)  # pyright: ignore[reportPrivateUsage]
+    plain = replace(loader._run.deciding.settings, cache=0)  # pyright: ignore[reportPrivateUsage]
     controller = ByHand(settings or plain)
-    loader._auto.controller = controller  # pyright: ignore[reportPrivateUsage,reportOptionalMemberAccess]
+    loader._run.deciding.auto.controller = controller  # pyright: ignore[reportPrivateUsage,reportOptionalMemberAccess]
     step = regime.step()
     for _ in range(RECORDED + 1):
         for x, y in loader:
