@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import salience
+from salience.app.folder import ImageFolder
+from salience.app.models import build
 from salience.feed.policies import policy
-from salience.images.folder import ImageFolder
 from salience.ledger.copies import Copies
-from salience.models import build
 from salience.seeds import torch_generator
 from salience.select.fetching import Stock
 from salience.select.noise import evidence, judge, odds_of_wrong

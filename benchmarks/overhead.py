@@ -41,12 +41,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import salience
+from salience.app.models import build
+from salience.app.splits import Split
+from salience.app.train import Training
 from salience.config import SelectConfig, TrainConfig, Use
-from salience.images.splits import Split
 from salience.ledger import Ledger, Recorder, bytes_per_sample
-from salience.models import build
 from salience.select import Pipeline, preset
-from salience.train import Training
 from salience.watch import Steps
 
 ITEM_SECONDS = 2e-4

@@ -30,8 +30,8 @@ import numpy as np
 import torch
 
 from cifar import Data, Spec, condition, load, train
+from salience.app.glyphs import render
 from salience.config import Fetching, SelectConfig, Use
-from salience.images.glyphs import render
 from salience.select import preset
 
 PRESETS = {"infobatch": 20, "kakurenbo": 19, "seta": 17, "el2n": 24, "forgetting": 24, "epsilon_greedy": 24, "ucb": 24}

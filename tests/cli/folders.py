@@ -9,7 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from salience.images.glyphs import SYMBOLS, render
+from salience.app.glyphs import SYMBOLS, render
 
 COMMAND = Path(sys.executable).with_name("salience")
 

@@ -86,8 +86,8 @@ def test_the_demo_gets_its_options(monkeypatch: pytest.MonkeyPatch):
         given.update(options)
         return 0
 
-    monkeypatch.setitem(sys.modules, "salience.demo", SimpleNamespace(main=demo))
-    monkeypatch.setattr("salience.demo", sys.modules["salience.demo"], raising=False)
+    monkeypatch.setitem(sys.modules, "salience.app.demo", SimpleNamespace(main=demo))
+    monkeypatch.setattr("salience.app.demo", sys.modules["salience.app.demo"], raising=False)
     assert main(["demo", "--quick", "--samples", "50"]) == 0
     assert given == {"samples": 50, "epochs": 0, "seed": 0, "quick": True}
 

@@ -11,8 +11,9 @@ import pytest
 from folders import photos, salience
 from PIL import Image
 
-from salience import checkpoint, events
+from salience import events
 from salience import ledger as ledgers
+from salience.app import checkpoint
 from salience.cli import main
 from salience.ledger import Ledger
 from salience.select.findings import save_copies

@@ -14,13 +14,14 @@ import pytest
 import torch
 from folders import photos, salience
 
-from salience import checkpoint, events
+from salience import events
 from salience import ledger as ledgers
+from salience.app import checkpoint
+from salience.app.splits import held_out
 from salience.cli import main
 from salience.cli.train import HELP
 from salience.config import TrainConfig
 from salience.errors import StateError
-from salience.images.splits import held_out
 
 FACTORY = '''
 """A model that ends its own process by a signal at a given training step."""

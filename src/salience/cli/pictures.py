@@ -72,7 +72,7 @@ def _matching(data: str, ledger: Ledger) -> Read:
 
 def _split(data: str) -> tuple[npt.NDArray[Any], Read]:
     """The images to train on, as `salience train` takes them from a folder or tar."""
-    from salience.images.splits import open_split
+    from salience.app.splits import open_split
 
     split = open_split(data)
     return split.labels, lambda i: split.source[int(split.ids[i])][0].numpy()
@@ -80,9 +80,9 @@ def _split(data: str) -> tuple[npt.NDArray[Any], Read]:
 
 def _source(data: str) -> tuple[npt.NDArray[Any], Read]:
     """All samples of a `Source`."""
+    from salience.app.folder import decode
     from salience.feed import Source
     from salience.feed.reads import Broken
-    from salience.images.folder import decode
 
     source = Source(data if "://" in data else str(Path(data).expanduser()))
 

@@ -83,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
 
 def find(args: argparse.Namespace, lists: Sequence[str]) -> int:
     """The lists that were asked for, as text, JSON or CSV."""
-    from salience import checkpoint
     from salience import ledger as ledgers
+    from salience.app import checkpoint
     from salience.report.console import say
     from salience.select.findings import findings, load_copies
 
@@ -210,7 +210,7 @@ def _write_rows(rows: dict[str, list[dict[str, Any]]], path: Path) -> None:
 def show(args: argparse.Namespace) -> int:
     """Say what a run learnt about its samples."""
     from salience import ledger as ledgers
-    from salience.checkpoint import ledger_file
+    from salience.app.checkpoint import ledger_file
     from salience.report.console import say
     from salience.report.observed import render
     from salience.select import preset
@@ -225,7 +225,7 @@ def show(args: argparse.Namespace) -> int:
 def export(args: argparse.Namespace) -> int:
     """Write a ledger as CSV: the sample's id and every column."""
     from salience import ledger as ledgers
-    from salience.checkpoint import ledger_file
+    from salience.app.checkpoint import ledger_file
     from salience.report.console import say
 
     found = ledgers.load(ledger_file(args.ledger))
@@ -237,7 +237,7 @@ def export(args: argparse.Namespace) -> int:
 def merge(args: argparse.Namespace) -> int:
     """Make one ledger of several over the same data, so that they vote."""
     from salience import ledger as ledgers
-    from salience.checkpoint import ledger_file
+    from salience.app.checkpoint import ledger_file
     from salience.report.console import say
 
     merged = ledgers.merge([ledgers.load(ledger_file(path)) for path in args.ledgers])
@@ -277,7 +277,7 @@ def _cannot_write(path: str | Path, cause: OSError) -> StateError:
 
 def _class_names(path: Path) -> list[str] | None:
     """The classes as the run called them, where `path` is its folder."""
-    from salience import checkpoint
+    from salience.app import checkpoint
 
     try:
         names: list[str] = checkpoint.read(path / checkpoint.LAST)["classes"]

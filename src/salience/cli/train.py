@@ -65,9 +65,9 @@ def run(args: argparse.Namespace) -> int:
     given |= {f.name: getattr(args, f.name) for f in fields(TrainConfig) if hasattr(args, f.name)}
     config = train_config(given)
 
-    from salience import checkpoint  # and with it torch: not before the options are known to make sense
+    from salience.app import checkpoint  # and with it torch: not before the options are known to make sense
+    from salience.app.train import train
     from salience.report.console import say
-    from salience.train import train
 
     saved = None
     if config.resume:

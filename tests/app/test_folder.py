@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
+from salience.app.folder import ImageFolder, decode
 from salience.errors import BrokenSample, ConfigError, DataError, MissingExtra
-from salience.images.folder import ImageFolder, decode
 
 RED, GREEN, BLUE = (200, 10, 10), (10, 200, 10), (10, 10, 200)
 

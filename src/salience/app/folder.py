@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from salience.app.listing import list_images
 from salience.errors import BrokenSample, ConfigError, MissingExtra
-from salience.images.listing import list_images
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from salience.app import listing as module
+from salience.app.listing import Listing, list_images, splits
 from salience.errors import ConfigError, DataError
-from salience.images import listing as module
-from salience.images.listing import Listing, list_images, splits
 
 PLAIN = ("cat/b.jpg", "cat/a.PNG", "dog/deep/er/c.webp", "dog/d.gif", "ant/e.jpeg")
 

@@ -11,9 +11,9 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, Subset
 
+from salience.app.folder import ImageFolder
+from salience.app.listing import Progress, splits
 from salience.errors import DataError
-from salience.images.folder import ImageFolder
-from salience.images.listing import Progress, splits
 
 HELD_OUT = 10
 """Where there is no test split, one in so many images of each class is held out."""

@@ -20,8 +20,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from salience.errors import ConfigError, DataError, did_you_mean
-from salience.images.remembered import (
+from salience.app.remembered import (
     Listing,
     Progress,
     Source,
@@ -33,6 +32,7 @@ from salience.images.remembered import (
     source_of,
     truncated,
 )
+from salience.errors import ConfigError, DataError, did_you_mean
 
 __all__ = ["SUFFIXES", "TEST_NAMES", "Listing", "Progress", "list_images", "splits"]
 

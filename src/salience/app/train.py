@@ -22,13 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from salience import checkpoint, models
 from salience import ledger as ledgers
+from salience.app import checkpoint, models
+from salience.app.augment import crop_flip
+from salience.app.splits import Split, open_split, pixel_statistics
 from salience.config import TrainConfig
 from salience.errors import ConfigError, StateError
 from salience.events import Event, EventLog
-from salience.images.augment import crop_flip
-from salience.images.splits import Split, open_split, pixel_statistics
 from salience.loader import Loader
 from salience.report.console import RATE, Bars, bars, say, table
 from salience.report.observed import render
