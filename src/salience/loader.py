@@ -19,8 +19,10 @@ from salience.config import SelectConfig
 from salience.decide import Auto, Settings
 from salience.errors import ConfigError, DataError, did_you_mean
 from salience.events import EventLog
-from salience.feed.cache import Feed, memory_bytes
-from salience.feed.dataset import Decode, Fed, FeedCollate, SourceDataset
+from salience.feed.cache import Feed
+from salience.feed.dataset import Fed, FeedCollate, SourceDataset
+from salience.feed.options import Decode, ReadingOptions
+from salience.feed.sizes import memory_bytes
 from salience.feed.source import Source
 from salience.ledger import Ledger
 from salience.loading import Deciding
@@ -94,9 +96,9 @@ class Loader(Deciding):
         decode: Decode | None = None,
         augment: Sequence[Stage | Callable[..., Any]] | None = None,
         treat: Treat | str | None = None,
-        max_broken: float = 0.01,
+        max_broken: float | None = None,
         cache: int | str | None = None,
-        cache_policy: str = "planned",
+        cache_policy: str | None = None,
         disk: str | None = None,
         redis: str | None = None,
         views: bool = False,
@@ -114,6 +116,12 @@ class Loader(Deciding):
         **dataloader: Any,
     ) -> None:
         _check_arguments(batch_size, dataloader)
+        reading = dataset.reading if isinstance(dataset, Source) else ReadingOptions()
+        decode, views = decode or reading.decode, views or reading.views
+        disk, redis = disk or reading.disk, redis or reading.redis
+        cache = reading.cache if cache is None else cache
+        cache_policy = reading.policy if cache_policy is None else cache_policy
+        max_broken = reading.max_broken if max_broken is None else max_broken
         stages = None
         if augment is not None or treat is not None:
             stages = as_stages(() if augment is None else augment)

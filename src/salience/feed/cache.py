@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,10 +13,10 @@ import numpy.typing as npt
 from salience.errors import ConfigError, DataError, StoreError
 from salience.feed.disk import parse_disk
 from salience.feed.feeder import Ids, Limits, Window
+from salience.feed.options import checked_budget
 from salience.feed.process import Job, Process
 from salience.feed.reads import Broken, Counts
 from salience.feed.shared import BROKEN, SERIAL, WHOLE, Shared, Token
-from salience.feed.sizes import parse_bytes
 from salience.feed.source import Source
 from salience.feed.tiers import open_tiers
 from salience.ledger.exchange import Group
@@ -81,7 +78,7 @@ class Feed:
         workers: int,
         group: Group | None = None,
     ) -> None:
-        self.source, self.budget = source, checked_budget(cache, source)
+        self.source, self.budget = source, checked_budget(cache, source.sizes)
         self._group = group
         ranks = [0] if group is None else group.node_ranks
         self._ranks = ranks
@@ -228,31 +225,6 @@ def _check_tiers(disk: str | None, redis: str | None, source: Source) -> None:
         parse_disk(disk)
     for tier in open_tiers(None, redis, source.index, source.url, lambda text: None):
         tier.close()
-
-
-def checked_budget(cache: int | str, source: Source) -> int:
-    """Bytes of the cache: at most those of the source, and not more than there is memory."""
-    budget = parse_bytes(cache) if isinstance(cache, str) else int(cache)
-    if budget < 0:
-        raise ConfigError(f"cache is {budget} bytes; it must be at least 0.")
-    budget = min(budget, int(source.sizes.sum()))
-    memory = memory_bytes()
-    if memory is not None and budget > memory:
-        raise ConfigError(
-            f"cache is {budget:,} bytes and this machine has {memory:,} of memory; use disk= for the rest."
-        )
-    return budget
-
-
-def memory_bytes() -> int | None:
-    """Bytes of memory of this machine or container; None where it cannot be told."""
-    if sys.platform != "linux":
-        return None
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):
-            found.append(int(Path(path).read_text()))
-    return min(found)
 
 
 def _limits(source: Source, budget: int, batch_size: int, workers: int, ranks: int) -> tuple[Limits, int]:

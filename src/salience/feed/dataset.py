@@ -13,11 +13,9 @@ from torch.utils.data import Dataset
 
 from salience.errors import DataError, SalienceError
 from salience.feed.cache import Handle
+from salience.feed.options import Decode
 from salience.feed.reads import Broken, Counts
 from salience.feed.source import Source
-
-Decode = Callable[[Any], Any]
-"""Bytes to sample."""
 
 
 class Fed(NamedTuple):

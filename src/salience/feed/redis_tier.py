@@ -29,13 +29,18 @@ def open_redis(url: str, source: str, sizes: npt.NDArray[np.int64], warn: Warn) 
 
     `source` is the source's identity. No message holds anything of the URL but host, port and number of the database.
     """
+    check_redis_url(url)
+    tier = RedisTier(url, source, sizes, warn)
+    tier.open()
+    return tier
+
+
+def check_redis_url(url: str) -> None:
+    """Raise ConfigError unless `url` names a Redis server. The URL may hold a password, so the message leaves it out."""
     scheme, mark, _ = url.partition("://")
     if not mark or scheme not in SCHEMES:
         known = did_you_mean(scheme, SCHEMES) if mark else ""
         raise ConfigError(f"redis is no URL of a Redis server; {_EXAMPLE}.{known}")
-    tier = RedisTier(url, source, sizes, warn)
-    tier.open()
-    return tier
 
 
 def parts(sizes: Sequence[int], *, most: int = AT_ONCE, keys: int = KEYS_AT_ONCE) -> list[slice]:

@@ -1,9 +1,13 @@
-"""Sizes as people write them."""
+"""Sizes in bytes: as people write them, and of this machine's memory."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import sys
 from decimal import Decimal
+from pathlib import Path
 
 from salience.errors import ConfigError
 
@@ -20,3 +24,14 @@ def parse_bytes(size: str | int) -> int:
     if not found or found[2].lower() not in UNITS:
         raise ConfigError(f"{size!r} is not a size; write for example 64MiB, 1GiB or 500MB.")
     return int(Decimal(found[1]) * UNITS[found[2].lower()])
+
+
+def memory_bytes() -> int | None:
+    """Bytes of memory of this machine or container; None where it cannot be told."""
+    if sys.platform != "linux":
+        return None
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            found.append(int(Path(path).read_text()))
+    return min(found)

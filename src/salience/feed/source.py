@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from salience.errors import DataError
 from salience.feed.index import FILE, Index, Names, check_path, classes_of
+from salience.feed.options import Decode, ReadingOptions, reading_options
 from salience.feed.reads import Broken, Counts, Reader, Terms
 from salience.feed.stores import LocalStore, Store, open_store
 from salience.feed.tars import index_tars
@@ -31,19 +32,34 @@ class Layout:
 class Source:
     """N samples at `url`, read by number: a folder, tar shards with their byte index, or a prefix of an object store.
 
-        source = salience.Source("s3://bucket/shards")
-        loader = salience.Loader(source, batch_size=128, decode=my_decode)
+        source = salience.Source("s3://bucket/shards", decode=my_decode, cache="4GiB")
+        loader = salience.Loader(source, batch_size=128)
+
+    `decode` turns the bytes of a sample into the sample; without it, batches are made of bytes. A sample that cannot be read
+    or decoded is replaced by another one of its batch, with loss weight 0, and named in the report; the run stops when
+    more than `max_broken` of all samples are broken.
+
+    With `cache` ("4GiB", or bytes), `disk` ("/nvme/x:200GiB") or `redis` ("redis://host"), one process per node reads ahead
+    of the plan and keeps what the plan will want again; `cache_policy` decides which samples stay in memory. `views` hands
+    `decode` a read-only view of the cache's memory instead of bytes: one copy less, but the view must not outlive the batch.
 
     An `index.npz` below `url` is used, or the `index` given (a path, or an Index). Without one, every object is
-    a sample and the directory it lies in its class. `retries` repeats failed requests, `deadline` is the seconds one may
-    take with its repetitions, `concurrency` the requests at a time in each process. Credentials come from the
-    environment or the cloud's own configuration.
+    a sample and its folder is its class. Failed requests are repeated up to `retries` times within `deadline` seconds;
+    each process has at most `concurrency` requests under way. Credentials come from the environment or the cloud's own
+    configuration.
     """
 
     def __init__(
         self,
         url: str | os.PathLike[str],
         *,
+        decode: Decode | None = None,
+        cache: int | str | None = None,
+        disk: str | None = None,
+        redis: str | None = None,
+        max_broken: float = 0.01,
+        views: bool = False,
+        cache_policy: str = "planned",
         index: Index | str | os.PathLike[str] | None = None,
         retries: int = 8,
         deadline: float = 60.0,
@@ -53,6 +69,11 @@ class Source:
         store, only = _opened(os.fspath(url))
         self.url = store.url if only is None else f"{store.url}/{only}"
         self.index = _find_index(store, only, index)
+        self.reading: ReadingOptions = reading_options(
+            self.sizes, decode=decode, cache=cache, disk=disk, redis=redis, max_broken=max_broken, views=views,
+            policy=cache_policy,
+        )  # fmt: skip
+        """How its samples are decoded, cached and counted as broken."""
         _check_unchanged(store, self.index)
         self.stats = Counts()
         """What was asked of the store and what it sent, as far as batches were delivered."""

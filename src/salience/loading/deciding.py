@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from salience.decide import Auto, Reach, Settings
 from salience.errors import SalienceError, StateError
-from salience.feed.cache import memory_bytes
+from salience.feed.sizes import memory_bytes
 from salience.feed.source import Source
 from salience.loading.staging import Staging
 from salience.watch.model import ceiling, levers, told

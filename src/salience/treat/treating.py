@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from salience.errors import ConfigError, DataError, StateError
-from salience.feed.cache import memory_bytes
+from salience.feed.sizes import memory_bytes
 from salience.ledger.copies import Copies
 from salience.ledger.exchange import Group
 from salience.plan import FRESH, LEVEL, REUSED, STORED, VIEW, Plan, Shard

@@ -1,0 +1,85 @@
+"""How a source is read: the options that belong to `salience.Source`, checked when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from salience.errors import ConfigError
+from salience.feed.disk import parse_disk
+from salience.feed.policies import policy as open_policy
+from salience.feed.redis_tier import check_redis_url
+from salience.feed.sizes import memory_bytes, parse_bytes
+
+Decode = Callable[[Any], Any]
+"""Turns the bytes of a sample into the sample."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadingOptions:
+    """What a source does with the bytes it reads, and where it keeps them."""
+
+    decode: Decode | None = None
+    """Turns bytes into a sample; None delivers the bytes."""
+    cache: int | None = None
+    """Bytes of memory per node for samples that will be wanted again; None turns the cache off."""
+    disk: str | None = None
+    """A folder that keeps samples between memory and the store, as DIR or DIR:BYTES."""
+    redis: str | None = None
+    """A Redis or Valkey server that several nodes share, as redis:// or rediss://."""
+    max_broken: float = 0.01
+    """Share of all samples that may be broken before the run stops."""
+    views: bool = False
+    """Hand `decode` a read-only view of the cache's memory instead of bytes."""
+    policy: str = "planned"
+    """Decides which samples the cache keeps."""
+
+    @property
+    def cached(self) -> bool:
+        """True if a feeder reads ahead: there is a cache, or a disk or Redis tier."""
+        return self.cache is not None or self.disk is not None or self.redis is not None
+
+
+def reading_options(
+    sizes: npt.NDArray[np.int64],
+    *,
+    decode: Decode | None,
+    cache: int | str | None,
+    disk: str | None,
+    redis: str | None,
+    max_broken: float,
+    views: bool,
+    policy: str,
+) -> ReadingOptions:
+    """The options as a user wrote them, checked for samples of these sizes, int64 [N]."""
+    if decode is not None and not callable(decode):
+        raise ConfigError(f"decode is {decode!r}; it must be a function that turns bytes into a sample.")
+    if not 0 <= max_broken <= 1:
+        raise ConfigError(f"max_broken is {max_broken}; it must be a share from 0 to 1.")
+    if disk is not None:
+        parse_disk(disk)
+    if redis is not None:
+        check_redis_url(redis)
+    budget = None if cache is None else checked_budget(cache, sizes)
+    open_policy(policy, budget or 0, sizes)
+    return ReadingOptions(
+        decode=decode, cache=budget, disk=disk, redis=redis, max_broken=max_broken, views=views, policy=policy
+    )
+
+
+def checked_budget(cache: int | str, sizes: npt.NDArray[np.int64]) -> int:
+    """Bytes of the cache: at most those of all samples, and no more than the machine has memory."""
+    budget = parse_bytes(cache) if isinstance(cache, str) else int(cache)
+    if budget < 0:
+        raise ConfigError(f"cache is {budget} bytes; it must be at least 0.")
+    budget = min(budget, int(sizes.sum()))
+    memory = memory_bytes()
+    if memory is not None and budget > memory:
+        raise ConfigError(
+            f"cache is {budget:,} bytes and this machine has {memory:,} of memory; use disk= for the rest."
+        )
+    return budget
