@@ -61,7 +61,7 @@ def test_the_core_imports_with_torch_and_numpy_alone():
             if name.partition(".")[0] in ("rich", "PIL", "psutil", "redis", "obstore", "safetensors", "jinja2"):
                 raise ImportError(name)
     sys.meta_path.insert(0, Refuse())
-    import salience, salience.testing, salience.app.models, salience.app.folder, salience.cli
+    import salience, salience.testing, salience.app.models, salience.app.pixels, salience.cli
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
 

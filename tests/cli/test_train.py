@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from folders import photos, salience
+from folders import photos, salience, serving
 
 from salience import events
 from salience import ledger as ledgers
 from salience.app import checkpoint
-from salience.app.splits import held_out
+from salience.app.data import held_out
 from salience.cli import main
 from salience.cli.train import HELP
 from salience.config import TrainConfig
@@ -91,8 +91,8 @@ def test_a_folder_is_trained_on_and_the_result_shown(capsys: pytest.CaptureFixtu
     left = ["copies.npz", "last.pt", "ledger.npz", "names.npz", "previous.pt", "run.jsonl"]
     assert sorted(path.name for path in Path("out").iterdir()) == left
     kinds = [event["kind"] for event in events.read("out/run.jsonl")]
-    first = ["run", "plan", "window", "evaluated", "copies"]
-    assert kinds == [*first, "plan", "window", "findings", "evaluated", "observed"]
+    first = ["run", "plan", "feed", "window", "evaluated", "copies"]
+    assert kinds == [*first, "plan", "feed", "window", "findings", "evaluated", "observed"]
     assert ledgers.load("out/ledger.npz").seen.tolist() == [2] * 44  # 48 less one of the 12 of each class
 
 
@@ -107,6 +107,31 @@ def test_a_packed_archive_with_splits_is_trained_on_with_selection(tmp_path: Pat
     visits = int(ledgers.load("out/ledger.npz").seen.sum())
     assert visits < 5 * 48
     assert f"{visits:,}" in said
+
+
+def test_what_pack_wrote_is_trained_on_with_a_cache_and_kept_images(capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("xxhash")
+    assert main(["pack", "data", "shards"]) == 0
+    given = options(data="shards", cache="1MiB", treat="reuse", epochs=4)
+    assert main(given) == 0
+    said = capsys.readouterr().out
+    assert "44 images of 4 classes, tested on 4" in said
+    (feed, *_, treat) = [event for event in events.read("out/run.jsonl") if event["kind"] in ("feed", "treat")]
+    assert feed["cache"]
+    assert treat["treatment"] == "reuse"
+    before = parameters()
+    assert main([*given, "--out", "fresh", "--cache", "", "--treat", ""]) == 0
+    assert same(parameters("fresh"), before)  # what is kept are decoded images: crops and flips are drawn anew
+
+
+def test_data_over_http_is_trained_on(capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("obstore")
+    pytest.importorskip("xxhash")
+    assert main(["pack", "data", "shards"]) == 0
+    with serving(Path("shards")) as url:
+        assert main(options(data=url, cache="1MiB", epochs=1)) == 0
+    assert "44 images of 4 classes, tested on 4" in capsys.readouterr().out
+    assert checkpoint.read(Path("out/last.pt"))["config"]["data"] == url
 
 
 def test_every_tenth_of_each_class_is_held_out_and_one_of_a_small_class():
@@ -271,10 +296,26 @@ def test_an_unreadable_image_stops_the_run_with_its_name_and_loses_nothing(place
     stopped = salience(*given, "--resume", cwd=place)
     assert stopped.returncode == 2
     assert len(stopped.stderr.splitlines()) == 1
-    assert stopped.stderr.startswith("salience: image ")
-    assert "data/2/" in stopped.stderr
-    assert "delete or replace it" in stopped.stderr
+    assert "samples are broken, more than max_broken = 0.01" in stopped.stderr
+    assert "'2/" in stopped.stderr
+    assert "cannot identify it as an image" in stopped.stderr
     assert Path("out/last.pt").read_bytes() == before
+
+
+def test_a_broken_image_is_named_and_stood_in_for(capsys: pytest.CaptureFixture[str]):
+    broken = sorted(Path("data/2").glob("*.png"))[0]
+    broken.write_bytes(b"no image")
+    assert main([*options(), "--max-broken", "0.1"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("is broken and another stands in for it") == 1
+    assert f"image '2/{broken.name}'" in said
+
+
+def test_a_broken_test_image_stops_the_run_with_its_name(capsys: pytest.CaptureFixture[str]):
+    held = sorted(Path("data/2").glob("*.png"))[9]  # every tenth
+    held.write_bytes(b"no image")
+    assert main([*options(), "--max-broken", "0.1"]) == 2
+    assert f"image '2/{held.name}' of {Path('data').resolve()} cannot be read" in sentence(capsys)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +330,7 @@ def test_an_unreadable_image_stops_the_run_with_its_name_and_loses_nothing(place
         ({"select": "missing.toml"}, "'missing.toml' cannot be read"),
         ({"data": None}, "There is nothing to train on"),
         ({"data": "missing"}, "there is no file or folder"),
-        ({"data": "empty"}, "holds no class folders with images"),
+        ({"data": "empty"}, "is empty; make a folder for each class"),
         ({"data": "single"}, "there is none to hold out"),
         ({"data": "ending.py"}, "is not a tar archive"),
         ({"device": "cude"}, "There is no device 'cude' here"),

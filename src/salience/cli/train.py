@@ -21,7 +21,7 @@ from salience.config import TrainConfig, read_toml, train_config
 from salience.errors import ConfigError
 
 HELP = {
-    "data": "folder of images (class = directory), or a .tar/.tar.gz of one",
+    "data": "folder of images (class = directory), .tar/.tar.gz of one, packed shards, or their s3:// or https:// URL",
     "model": "mlp, cnn, resnet9, resnet18, or pkg.module:factory",
     "epochs": "passes over the data",
     "batch_size": "images a step",
@@ -31,6 +31,9 @@ HELP = {
     "select": "preset or TOML file that says which samples to train on; without it, all",
     "ledger": "ledger, or folder of a run, to start from what it learnt",
     "workers": "processes that decode images",
+    "cache": "memory for the bytes of images, read ahead of the plan (4GiB); without it, none",
+    "treat": "which images are decoded anew: reuse, echo or auto; without it, all at every visit",
+    "max_broken": "share of the images that may be broken, others standing in for them",
     "auto": "measure the run and keep what makes it faster; training stays what it is",
     "sinks": "where figures go as well: tensorboard:FOLDER, wandb:PROJECT, mlflow:URI; commas between several",
     "seed": "same seed, same run",

@@ -269,7 +269,7 @@ class Windows(Losses):
         prints: npt.NDArray[np.int64] | None = None,
     ) -> None:
         if prints is not None and self._copies is not None:
-            self._copies.prints[ids] = prints & np.iinfo(np.int64).max
+            self._copies.prints[ids[prints != 0]] = prints[prints != 0] & np.iinfo(np.int64).max
         self._batch = Batch(self.epoch, number, ids, hint)
         self._delivered.add(number)
         self._take_signals()
