@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import sys
 import tarfile
+import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from folders import photos, salience, serving
+from folders import COMMAND, photos, salience, serving
 
 from salience import events
 from salience import ledger as ledgers
@@ -183,7 +186,7 @@ def test_a_killed_run_ends_with_the_parameters_of_one_never_stopped(place: Path,
     assert killed.returncode == -signal.SIGKILL
     left = checkpoint.read(Path("out/last.pt"))["loader"]
     assert (left["epoch"], left["delivered"]) == (1, [0, 1])
-    assert main(["train", "--resume", "--out", "out"]) == 0
+    assert main(["train", "--resume", "--out", "out", "--model", "ending:Model"]) == 0
     assert main([*given, "--out", "whole"]) == 0
     assert same(parameters("out"), parameters("whole"))
     resumed, whole = ledgers.load("out/ledger.npz"), ledgers.load("whole/ledger.npz")
@@ -197,11 +200,68 @@ def test_ctrl_c_says_how_to_go_on(place: Path):
     stopped = salience(*given, cwd=place, END_BY="SIGINT:8")
     assert stopped.returncode == 130
     assert stopped.stderr.splitlines() == [
-        "salience: interrupted; go on from the last checkpoint with: salience train --resume --out out"
+        "salience: interrupted; go on from the last checkpoint with: salience train --resume --out out --model ending:Model"
     ]
     early = salience(*given, "--out", "early", cwd=place, END_BY="SIGINT:2")
     assert early.returncode == 130
     assert "before the first checkpoint" in early.stderr
+
+
+def test_a_checkpoint_alone_imports_no_code(place: Path, capsys: pytest.CaptureFixture[str]):
+    (place / "mine.py").write_text(
+        "from torch import nn\n\ndef model(classes, size):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(3 * size * size, classes))\n"
+    )
+    assert main(options(model="mine:model")) == 0
+    (place / "mine.py").write_text("raise SystemExit('this code was run')\n")
+    sys.modules.pop("mine")
+    capsys.readouterr()
+    assert main(["train", "--resume", "--out", "out"]) == 2
+    assert "names the model 'mine:model', which is code to import" in sentence(capsys)
+    for asked in (["--trust"], ["--model", "mine:model"]):
+        with pytest.raises(SystemExit, match="this code was run"):
+            main(["train", "--resume", "--out", "out", *asked])
+
+
+def test_two_runs_in_one_folder_are_refused_with_the_number_of_the_other(place: Path):
+    (place / "waiting.py").write_text(
+        "import time\nfrom pathlib import Path\n\ndef model(classes, size):\n"
+        "    Path('begun').touch()\n    time.sleep(60)\n"
+    )
+    with subprocess.Popen([COMMAND, *options(model="waiting:model")], stdout=subprocess.DEVNULL, cwd=place) as other:
+        try:
+            while not Path("begun").exists():
+                assert other.poll() is None
+                time.sleep(0.05)
+            refused = salience(*options(), cwd=place)
+        finally:
+            other.kill()
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        f"salience: Another run (process {other.pid}) is writing to 'out'; let it end, or choose another --out.\n"
+    )
+    assert main(options()) == 0  # what a killed run left is no obstacle
+    assert not Path("out/lock").exists()
+
+
+def test_it_refuses_to_be_one_of_several_processes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(options()) == 2
+    assert "salience train runs in one process, and WORLD_SIZE is 2" in sentence(capsys)
+    assert not Path("out").exists()
+
+
+def test_names_never_steer_the_terminal(place: Path, capsys: pytest.CaptureFixture[str]):
+    odd = "\x1b[31mred\x07" + os.fsdecode(b"\xff")
+    Path("data/2").rename(place / "data" / odd)
+    assert main(options()) == 0
+    (image, *_) = sorted((place / "data" / odd).glob("*.png"))
+    image.write_bytes(b"no image")
+    assert main(options(out="broken")) == 2
+    said = "".join(capsys.readouterr())
+    assert "\\x1b[31mred\\x07" in said
+    assert not set(said) & {chr(i) for i in (*range(9), *range(11, 32), 127)}
+    said.encode()
 
 
 def test_a_finished_run_resumed_shows_its_result_again(capsys: pytest.CaptureFixture[str]):
@@ -334,7 +394,7 @@ def test_a_broken_test_image_stops_the_run_with_its_name(capsys: pytest.CaptureF
         ({"data": "single"}, "there is none to hold out"),
         ({"data": "ending.py"}, "is not a tar archive"),
         ({"device": "cude"}, "There is no device 'cude' here"),
-        ({"out": "ending.py/out"}, "cannot be made: Not a directory"),
+        ({"out": "ending.py/out"}, "cannot be made or written to: Not a directory"),
         ({"ledger": "missing.npz"}, "There is no ledger at 'missing.npz'"),
         ({"ledger": "empty"}, "holds no ledger.npz"),
         ({"config": "wrong.toml"}, "train has no setting 'epoch'. Did you mean 'epochs'"),

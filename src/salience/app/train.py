@@ -9,6 +9,7 @@ was never stopped.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -47,6 +48,7 @@ KEPT_TESTS = 1 << 30
 
 def train(config: TrainConfig, saved: Mapping[str, Any] | None = None) -> Tally:
     """Train as `config` says, from the beginning or from the checkpoint `saved`; say how it goes and what came out."""
+    _check_alone()
     device = find_device(config.device)
     folder = Path(config.out)
     if saved is None and checkpoint.exists(folder):
@@ -59,16 +61,16 @@ def train(config: TrainConfig, saved: Mapping[str, Any] | None = None) -> Tally:
         )
     resolve(config.select or None)  # a wrong name is said now, not after a million files were listed
     _check_model(config)
-    checkpoint.make_folder(folder)
-    with bars() as shown:
-        data = open_split(
-            config.data, size=config.size, cache=config.cache, max_broken=config.max_broken,
-            progress=lambda done, of: shown.update("unpacking", done, of),
-        )  # fmt: skip
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        run = Training(config, data, device, saved)
-        run.go()
-    run.finish()
+    with checkpoint.claimed(folder):
+        with bars() as shown:
+            data = open_split(
+                config.data, size=config.size, cache=config.cache, max_broken=config.max_broken,
+                progress=lambda done, of: shown.update("unpacking", done, of),
+            )  # fmt: skip
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            run = Training(config, data, device, saved)
+            run.go()
+        run.finish()
     return run.tally
 
 
@@ -341,6 +343,16 @@ def decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
+
+
+def _check_alone() -> None:
+    """Refuse to be one of several processes: each would train by itself and write into the same folder."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    if world not in ("", "1"):
+        raise ConfigError(
+            f"salience train runs in one process, and WORLD_SIZE is {world}: start it without torchrun, or use "
+            "salience.Loader in a script of your own, which takes its share on every rank."
+        )
 
 
 def _check_model(config: TrainConfig) -> None:
