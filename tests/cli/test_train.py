@@ -388,6 +388,8 @@ def test_a_broken_test_image_stops_the_run_with_its_name(capsys: pytest.CaptureF
         ({"model": "nowhere:Model"}, "module 'nowhere' of model 'nowhere:Model' cannot be imported"),
         ({"select": "defualt"}, "Did you mean 'default'"),
         ({"select": "missing.toml"}, "'missing.toml' cannot be read"),
+        ({"treat": "reus"}, "Did you mean 'reuse'"),
+        ({"cache": "4 apples"}, "is not a size"),
         ({"data": None}, "There is nothing to train on"),
         ({"data": "missing"}, "there is no file or folder"),
         ({"data": "empty"}, "is empty; make a folder for each class"),
@@ -408,7 +410,7 @@ def test_bad_input_gets_one_clear_sentence(changes: dict[str, Any], said: str, c
     Path("twice.toml").write_text("[train]\nselect = 'default'\n[select]\nkeep = 0.5\n")
     assert main(options(**changes)) == 2
     assert said in sentence(capsys)
-    assert not (Path("out") / checkpoint.LAST).exists()
+    assert not Path("out").exists()
 
 
 def test_a_model_with_the_wrong_output_is_named(capsys: pytest.CaptureFixture[str]):

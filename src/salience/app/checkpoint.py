@@ -47,7 +47,7 @@ def claimed(folder: Path) -> Generator[None]:
 
     The lock ends with the process, however that ends; loader workers do not inherit it.
     """
-    path = folder / LOCK
+    path, there = folder / LOCK, folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -70,6 +70,9 @@ def claimed(folder: Path) -> Generator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)
+            if not there:
+                with contextlib.suppress(OSError):  # it is not empty: the run has left something in it
+                    folder.rmdir()
     finally:
         os.close(handle)
 

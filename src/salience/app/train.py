@@ -32,6 +32,7 @@ from salience.app.data import Split, open_split, pixel_statistics
 from salience.config import TrainConfig
 from salience.errors import ConfigError, StateError
 from salience.events import Event, EventLog
+from salience.feed.sizes import parse_bytes
 from salience.loader import Loader
 from salience.report.console import RATE, Bars, bars, say, table
 from salience.report.observed import render
@@ -39,7 +40,7 @@ from salience.run import resolve
 from salience.schedule import ProgressLR
 from salience.seeds import AUGMENT, torch_generator, torch_seed
 from salience.select.findings import save_copies
-from salience.treat import Stage
+from salience.treat import Stage, Treat
 
 MOMENTUM = 0.9
 KEPT_TESTS = 1 << 30
@@ -60,6 +61,8 @@ def train(config: TrainConfig, saved: Mapping[str, Any] | None = None) -> Tally:
             "There is nothing to train on: --data takes a folder (class = directory), a tar of one, or a URL."
         )
     resolve(config.select or None)  # a wrong name is said now, not after a million files were listed
+    Treat.of(config.treat or None)
+    parse_bytes(config.cache or "0")
     _check_model(config)
     with checkpoint.claimed(folder):
         with bars() as shown:
