@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 import salience
 from rivals import policy
-from salience.images.folder import ImageFolder
+from salience.app.data import Images, open_split
+from salience.app.models import build
+from salience.app.pixels import Decode
 from salience.ledger.copies import Copies
-from salience.models import build
 from salience.seeds import torch_generator
 from salience.select.fetching import Stock
 from salience.select.noise import evidence, judge, odds_of_wrong
@@ -31,10 +32,12 @@ Data = dict[str, np.ndarray]
 MEAN, STD = (0.491, 0.482, 0.447), (0.247, 0.243, 0.262)
 
 
-def _decode(job: tuple[str, str, str, int, int]) -> np.ndarray:
-    path, split, cache, start, stop = job
-    images = ImageFolder(path, split=split, size=32, cache_dir=Path(cache))
-    return np.stack([images[i][0].numpy() for i in range(start, min(stop, len(images)))])
+def _decode(job: tuple[str, bool, int, int]) -> tuple[np.ndarray, np.ndarray]:
+    path, test, start, stop = job
+    split = open_split(path, size=32)
+    images = split.test if test else Images(split.train, Decode(32))
+    found = images.__getitems__(range(start, min(stop, len(images))))
+    return np.stack([x for x, _ in found]), np.array([y for _, y in found], dtype=np.int64)
 
 
 def load(path: str, cache: str = str(Path(tempfile.gettempdir()) / "salience-bench")) -> Data:
@@ -44,12 +47,14 @@ def load(path: str, cache: str = str(Path(tempfile.gettempdir()) / "salience-ben
         with np.load(kept) as file:
             return {name: file[name] for name in file.files}
     data: Data = {}
-    for split in ("train", "test"):
-        images = ImageFolder(path, split=split, size=32, cache_dir=Path(cache))
-        jobs = [(path, split, cache, k, k + 2000) for k in range(0, len(images), 2000)]
+    whole = open_split(path, size=32)
+    for name, count in (("train", len(whole)), ("test", whole.tested)):
+        jobs = [(path, name == "test", k, k + 2000) for k in range(0, count, 2000)]
         with ProcessPoolExecutor(os.cpu_count()) as pool:
-            data[f"{split}_x"] = np.concatenate(list(pool.map(_decode, jobs)))
-        data[f"{split}_y"] = np.asarray(images.targets, dtype=np.int64)
+            parts = list(pool.map(_decode, jobs))
+        for column, part in zip("xy", zip(*parts, strict=True), strict=True):
+            data[f"{name}_{column}"] = np.concatenate(part)
+    kept.parent.mkdir(parents=True, exist_ok=True)
     np.savez(kept, **data)  # pyright: ignore[reportArgumentType]
     return data
 

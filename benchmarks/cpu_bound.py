@@ -43,8 +43,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import salience
 from salience import Stage, Treat
-from salience.images.glyphs import render
-from salience.models import build
+from salience.app.glyphs import render
+from salience.app.models import build
 from salience.select.ranks import rank_normalise
 from salience.stats import t_quantile
 from salience.treat.levels import Shelf, reuse_factor, shelve

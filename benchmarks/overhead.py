@@ -41,12 +41,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import salience
+from salience.app.data import Split
+from salience.app.models import build
+from salience.app.train import Training
 from salience.config import SelectConfig, TrainConfig, Use
-from salience.images.splits import Split
+from salience.feed.index import Names
 from salience.ledger import Ledger, Recorder, bytes_per_sample
-from salience.models import build
 from salience.select import Pipeline, preset
-from salience.train import Training
 from salience.watch import Steps
 
 ITEM_SECONDS = 2e-4
@@ -425,7 +426,7 @@ def observe_train(windows: int, steps: int) -> dict[str, Any]:
     x, y = images(OBSERVED * steps)
     split = Split(
         train=TensorDataset(x, y), test=TensorDataset(x[:CLASSES], y[:CLASSES]), labels=y.numpy(), tested=CLASSES,
-        classes=tuple(map(str, range(CLASSES))), size=32, source=None, ids=np.arange(len(x)),  # pyright: ignore
+        classes=tuple(map(str, range(CLASSES))), size=32, names=Names.of(map(str, range(len(x)))),
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         runs = []

@@ -30,8 +30,8 @@ import numpy as np
 import torch
 
 from cifar import Data, Spec, condition, load, train
+from salience.app.glyphs import render
 from salience.config import Fetching, SelectConfig, Use
-from salience.images.glyphs import render
 from salience.select import preset
 from salience.stats import t_quantile
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import salience
-from salience.cli import parser
+from salience.cli import parse
 from salience.config import read_toml, train_config
 from salience.registry import BUILT_IN, find
 from salience.run import resolve
@@ -146,7 +146,9 @@ def test_commands_exist_with_their_options(where, words):
     if not words:
         return
     if words[0] == "salience":
-        assert parser().parse_args(words[1:]).run
+        args, unknown = parse(words[1:])
+        assert args.run
+        assert not unknown
     elif words[0] == "make":
         makefile = (ROOT / "Makefile").read_text()
         assert all(re.search(rf"^{target}:", makefile, flags=re.M) for target in words[1:])

@@ -61,7 +61,7 @@ def test_the_core_imports_with_torch_and_numpy_alone():
             if name.partition(".")[0] in ("rich", "PIL", "psutil", "redis", "obstore", "safetensors", "jinja2"):
                 raise ImportError(name)
     sys.meta_path.insert(0, Refuse())
-    import salience, salience.testing, salience.models, salience.images.folder, salience.cli
+    import salience, salience.testing, salience.app.models, salience.app.pixels, salience.cli
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
 
@@ -75,3 +75,12 @@ def test_the_public_names_are_the_documented_ones():
     page = (pathlib.Path(__file__).parents[1] / "docs" / "api.md").read_text()
     documented = set(re.findall(r"^### `(?:salience\.)?(\w+)", page, flags=re.M))
     assert documented == set(salience.__all__) - {"__version__"}
+
+
+def test_public_names_and_modules_are_imported_when_they_are_asked_for():
+    code = (
+        "import sys, salience\nassert 'torch' not in sys.modules\nassert not hasattr(salience, 'Laoder')\n"
+        "assert callable(salience.ledger.save)\nassert all(hasattr(salience, name) for name in salience.__all__)\n"
+        "assert set(salience.__all__) <= set(dir(salience))\nfrom salience import *\nassert Loader is salience.Loader"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

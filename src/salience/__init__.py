@@ -1,27 +1,33 @@
 """salience: train on what matters. An importance-aware training accelerator for PyTorch."""
 
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
 from salience._version import __version__
-from salience.config import SelectConfig, Use
-from salience.errors import (
-    BrokenSample,
-    ConfigError,
-    DataError,
-    LossError,
-    Misattributed,
-    MissingExtra,
-    PluginError,
-    RankError,
-    SalienceError,
-    StateError,
-    StoreError,
-)
-from salience.feed import Source
-from salience.ledger import Ledger
-from salience.loader import Loader
-from salience.plan import Plan, Trace
-from salience.schedule import ProgressLR
-from salience.selector import Selector
-from salience.treat import Stage, Treat
+
+if TYPE_CHECKING:
+    from salience.config import SelectConfig, Use
+    from salience.errors import (
+        BrokenSample,
+        ConfigError,
+        DataError,
+        LossError,
+        Misattributed,
+        MissingExtra,
+        PluginError,
+        RankError,
+        SalienceError,
+        StateError,
+        StoreError,
+    )
+    from salience.feed import Source
+    from salience.ledger import Ledger
+    from salience.loader import Loader
+    from salience.plan import Plan, Trace
+    from salience.schedule import ProgressLR
+    from salience.selector import Selector
+    from salience.treat import Stage, Treat
 
 __all__ = [
     "BrokenSample",
@@ -48,3 +54,43 @@ __all__ = [
     "Use",
     "__version__",
 ]
+
+_HOMES = {
+    "BrokenSample": "salience.errors",
+    "ConfigError": "salience.errors",
+    "DataError": "salience.errors",
+    "Ledger": "salience.ledger",
+    "Loader": "salience.loader",
+    "LossError": "salience.errors",
+    "Misattributed": "salience.errors",
+    "MissingExtra": "salience.errors",
+    "Plan": "salience.plan",
+    "PluginError": "salience.errors",
+    "ProgressLR": "salience.schedule",
+    "RankError": "salience.errors",
+    "SalienceError": "salience.errors",
+    "SelectConfig": "salience.config",
+    "Selector": "salience.selector",
+    "Source": "salience.feed",
+    "Stage": "salience.treat",
+    "StateError": "salience.errors",
+    "StoreError": "salience.errors",
+    "Trace": "salience.plan",
+    "Treat": "salience.treat",
+    "Use": "salience.config",
+}
+"""Where each public name lives. It is imported when it is first asked for: `salience --help` does not wait for torch."""
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, or one of the package's modules (`salience.ledger`), imported now."""
+    if name in _HOMES:
+        found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+        return found
+    if not name.startswith("_") and importlib.util.find_spec(f"salience.{name}") is not None:
+        return importlib.import_module(f"salience.{name}")
+    raise AttributeError(f"module 'salience' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -161,7 +161,7 @@ class TrainConfig:
     """What `salience train` does; each field is a command-line option of the same name."""
 
     data: str = ""
-    """Folder (class = directory) or .tar/.tar.gz of one."""
+    """What a Source takes: a folder (class = directory), a .tar/.tar.gz of one, packed shards, s3://..., https://..."""
     model: str = "resnet9"
     """mlp, cnn, resnet9, resnet18, or pkg.module:factory."""
     epochs: int = 10
@@ -176,6 +176,12 @@ class TrainConfig:
     ledger: str = ""
     """A ledger (or the folder of a run that has one) to start from: what another run over the same data learnt."""
     workers: int = 2
+    cache: str = ""
+    """Memory in which the bytes of samples are kept and read ahead, as "4GiB"; empty has no cache."""
+    treat: str = ""
+    """Which samples are decoded anew: "reuse", "echo" or "auto", as of a Loader; empty decodes every image at every visit."""
+    max_broken: float = 0.01
+    """Share of the images that may be broken; others stand in for them, with loss weight 0."""
     auto: bool = False
     """Measure the run and change the number of workers where that makes it faster; training stays what it is."""
     sinks: str = ""
@@ -208,7 +214,7 @@ def train_config(table: Mapping[str, Any]) -> TrainConfig:
     for name in ("epochs", "batch_size"):
         if getattr(config, name) < 1:
             raise ConfigError(f"train.{name} is {getattr(config, name)}; it must be at least 1.")
-    for name in ("seed", "lr", "weight_decay", "size", "workers", "checkpoint_every"):
+    for name in ("seed", "lr", "weight_decay", "size", "workers", "checkpoint_every", "max_broken"):
         if getattr(config, name) < 0:
             raise ConfigError(f"train.{name} is {getattr(config, name)}; it must be at least 0.")
     return config

@@ -27,6 +27,20 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]):
     assert len(COMMANDS) == len(NAMES)
 
 
+def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]):
+    assert main([]) == 0
+    assert "\n    train " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("asked", [["--help"], ["train", "--help"], ["scores", "--help"], []])
+def test_help_does_not_wait_for_torch(asked: list[str]):
+    code = (
+        f"import sys; from salience.cli import main\ntry:\n    main({asked!r})\nfinally:\n"
+        "    assert not {'torch', 'numpy'} & set(sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_docstring_of_a_command_is_its_help(name: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
@@ -86,8 +100,8 @@ def test_the_demo_gets_its_options(monkeypatch: pytest.MonkeyPatch):
         given.update(options)
         return 0
 
-    monkeypatch.setitem(sys.modules, "salience.demo", SimpleNamespace(main=demo))
-    monkeypatch.setattr("salience.demo", sys.modules["salience.demo"], raising=False)
+    monkeypatch.setitem(sys.modules, "salience.app.demo", SimpleNamespace(main=demo))
+    monkeypatch.setattr("salience.app.demo", sys.modules["salience.app.demo"], raising=False)
     assert main(["demo", "--quick", "--samples", "50"]) == 0
     assert given == {"samples": 50, "epochs": 0, "seed": 0, "quick": True}
 

@@ -14,9 +14,9 @@ import pytest
 from folders import COMMAND, salience
 
 from salience.cli import main
-from salience.cli.pack import parse_size
 from salience.errors import ConfigError
 from salience.feed.index import FILE, Index
+from salience.feed.sizes import parse_bytes as parse_size
 
 ARGS = ("--shard-size", "64KiB", "--jobs", "2")
 

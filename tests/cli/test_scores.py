@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from salience import checkpoint
 from salience import ledger as ledgers
+from salience.app import checkpoint
 from salience.cli import main
 from salience.cli.scores import CHUNK, write_csv
 from salience.ledger import COLUMNS, Ledger

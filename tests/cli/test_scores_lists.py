@@ -11,8 +11,9 @@ import pytest
 from folders import photos, salience
 from PIL import Image
 
-from salience import checkpoint, events
+from salience import events
 from salience import ledger as ledgers
+from salience.app import checkpoint
 from salience.cli import main
 from salience.ledger import Ledger
 from salience.select.findings import save_copies
@@ -125,12 +126,10 @@ def test_a_run_without_logits_or_losses_says_what_to_do(tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        (["show"], "scores show needs a RUN"),
-        (["run", "other"], "scores takes one RUN, not 2 (run, other)"),
+        (["run", "other"], "takes no 'other'"),
         (["run", "--hard", "--top", "-1"], "--top is -1"),
-        (["export", "run"], "scores export needs -o FILE"),
-        (["merge", "run", "--hard", "-o", "x"], "scores merge makes no lists"),
-        (["show", "run", "--hard"], "leave 'show' away"),
+        (["merge", "run", "--hard", "-o", "x"], "takes no '--hard'"),
+        (["show", "run", "--hard"], "takes no '--hard'"),
         (["missing", "--hard"], "There is no ledger at 'missing'"),
         (["run", "--hard", "-o", "nowhere/x.csv"], "cannot be written: No such file"),
     ],
@@ -143,6 +142,25 @@ def test_what_makes_no_sense_is_one_sentence(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert sentence in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("args", "missing"), [(["show"], "RUN"), (["export", "run"], "-o/--output"), (["merge", "run"], "-o/--output")]
+)
+def test_what_an_action_lacks_is_named(args: list[str], missing: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end:
+        main(["scores", *args])
+    assert end.value.code == 2
+    assert f"the following arguments are required: {missing}" in capsys.readouterr().err
+
+
+def test_a_run_called_like_an_action_is_written_with_its_folder(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(run.parent)
+    run.rename("show")
+    assert said(capsys, "./show") == said(capsys, "show", "show")
+    assert said(capsys, "list", "show", "--hard") == said(capsys, "--hard", "./show")
 
 
 def test_names_and_copies_of_another_run_are_refused(run: Path, capsys: pytest.CaptureFixture[str]):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import sys
 import tarfile
+import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,15 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from folders import photos, salience
+from folders import COMMAND, photos, salience, serving
 
-from salience import checkpoint, events
+from salience import events
 from salience import ledger as ledgers
+from salience.app import checkpoint
+from salience.app.data import held_out
 from salience.cli import main
 from salience.cli.train import HELP
 from salience.config import TrainConfig
 from salience.errors import StateError
-from salience.images.splits import held_out
 
 FACTORY = '''
 """A model that ends its own process by a signal at a given training step."""
@@ -90,8 +94,8 @@ def test_a_folder_is_trained_on_and_the_result_shown(capsys: pytest.CaptureFixtu
     left = ["copies.npz", "last.pt", "ledger.npz", "names.npz", "previous.pt", "run.jsonl"]
     assert sorted(path.name for path in Path("out").iterdir()) == left
     kinds = [event["kind"] for event in events.read("out/run.jsonl")]
-    first = ["run", "plan", "window", "evaluated", "copies"]
-    assert kinds == [*first, "plan", "window", "findings", "evaluated", "observed"]
+    first = ["run", "plan", "feed", "window", "evaluated", "copies"]
+    assert kinds == [*first, "plan", "feed", "window", "findings", "evaluated", "observed"]
     assert ledgers.load("out/ledger.npz").seen.tolist() == [2] * 44  # 48 less one of the 12 of each class
 
 
@@ -106,6 +110,31 @@ def test_a_packed_archive_with_splits_is_trained_on_with_selection(tmp_path: Pat
     visits = int(ledgers.load("out/ledger.npz").seen.sum())
     assert visits < 5 * 48
     assert f"{visits:,}" in said
+
+
+def test_what_pack_wrote_is_trained_on_with_a_cache_and_kept_images(capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("xxhash")
+    assert main(["pack", "data", "shards"]) == 0
+    given = options(data="shards", cache="1MiB", treat="reuse", epochs=4)
+    assert main(given) == 0
+    said = capsys.readouterr().out
+    assert "44 images of 4 classes, tested on 4" in said
+    (feed, *_, treat) = [event for event in events.read("out/run.jsonl") if event["kind"] in ("feed", "treat")]
+    assert feed["cache"]
+    assert treat["treatment"] == "reuse"
+    before = parameters()
+    assert main([*given, "--out", "fresh", "--cache", "", "--treat", ""]) == 0
+    assert same(parameters("fresh"), before)  # what is kept are decoded images: crops and flips are drawn anew
+
+
+def test_data_over_http_is_trained_on(capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("obstore")
+    pytest.importorskip("xxhash")
+    assert main(["pack", "data", "shards"]) == 0
+    with serving(Path("shards")) as url:
+        assert main(options(data=url, cache="1MiB", epochs=1)) == 0
+    assert "44 images of 4 classes, tested on 4" in capsys.readouterr().out
+    assert checkpoint.read(Path("out/last.pt"))["config"]["data"] == url
 
 
 def test_every_tenth_of_each_class_is_held_out_and_one_of_a_small_class():
@@ -157,7 +186,7 @@ def test_a_killed_run_ends_with_the_parameters_of_one_never_stopped(place: Path,
     assert killed.returncode == -signal.SIGKILL
     left = checkpoint.read(Path("out/last.pt"))["loader"]["course"]
     assert (left["window"], left["delivered"]) == (1, [0, 1])
-    assert main(["train", "--resume", "--out", "out"]) == 0
+    assert main(["train", "--resume", "--out", "out", "--model", "ending:Model"]) == 0
     assert main([*given, "--out", "whole"]) == 0
     assert same(parameters("out"), parameters("whole"))
     resumed, whole = ledgers.load("out/ledger.npz"), ledgers.load("whole/ledger.npz")
@@ -171,11 +200,68 @@ def test_ctrl_c_says_how_to_go_on(place: Path):
     stopped = salience(*given, cwd=place, END_BY="SIGINT:8")
     assert stopped.returncode == 130
     assert stopped.stderr.splitlines() == [
-        "salience: interrupted; go on from the last checkpoint with: salience train --resume --out out"
+        "salience: interrupted; go on from the last checkpoint with: salience train --resume --out out --model ending:Model"
     ]
     early = salience(*given, "--out", "early", cwd=place, END_BY="SIGINT:2")
     assert early.returncode == 130
     assert "before the first checkpoint" in early.stderr
+
+
+def test_a_checkpoint_alone_imports_no_code(place: Path, capsys: pytest.CaptureFixture[str]):
+    (place / "mine.py").write_text(
+        "from torch import nn\n\ndef model(classes, size):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(3 * size * size, classes))\n"
+    )
+    assert main(options(model="mine:model")) == 0
+    (place / "mine.py").write_text("raise SystemExit('this code was run')\n")
+    sys.modules.pop("mine")
+    capsys.readouterr()
+    assert main(["train", "--resume", "--out", "out"]) == 2
+    assert "names the model 'mine:model', which is code to import" in sentence(capsys)
+    for asked in (["--trust"], ["--model", "mine:model"]):
+        with pytest.raises(SystemExit, match="this code was run"):
+            main(["train", "--resume", "--out", "out", *asked])
+
+
+def test_two_runs_in_one_folder_are_refused_with_the_number_of_the_other(place: Path):
+    (place / "waiting.py").write_text(
+        "import time\nfrom pathlib import Path\n\ndef model(classes, size):\n"
+        "    Path('begun').touch()\n    time.sleep(60)\n"
+    )
+    with subprocess.Popen([COMMAND, *options(model="waiting:model")], stdout=subprocess.DEVNULL, cwd=place) as other:
+        try:
+            while not Path("begun").exists():
+                assert other.poll() is None
+                time.sleep(0.05)
+            refused = salience(*options(), cwd=place)
+        finally:
+            other.kill()
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        f"salience: Another run (process {other.pid}) is writing to 'out'; let it end, or choose another --out.\n"
+    )
+    assert main(options()) == 0  # what a killed run left is no obstacle
+    assert not Path("out/lock").exists()
+
+
+def test_it_refuses_to_be_one_of_several_processes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(options()) == 2
+    assert "salience train runs in one process, and WORLD_SIZE is 2" in sentence(capsys)
+    assert not Path("out").exists()
+
+
+def test_names_never_steer_the_terminal(place: Path, capsys: pytest.CaptureFixture[str]):
+    odd = "\x1b[31mred\x07" + os.fsdecode(b"\xff")
+    Path("data/2").rename(place / "data" / odd)
+    assert main(options()) == 0
+    (image, *_) = sorted((place / "data" / odd).glob("*.png"))
+    image.write_bytes(b"no image")
+    assert main(options(out="broken")) == 2
+    said = "".join(capsys.readouterr())
+    assert "\\x1b[31mred\\x07" in said
+    assert not set(said) & {chr(i) for i in (*range(9), *range(11, 32), 127)}
+    said.encode()
 
 
 def test_a_finished_run_resumed_shows_its_result_again(capsys: pytest.CaptureFixture[str]):
@@ -270,10 +356,26 @@ def test_an_unreadable_image_stops_the_run_with_its_name_and_loses_nothing(place
     stopped = salience(*given, "--resume", cwd=place)
     assert stopped.returncode == 2
     assert len(stopped.stderr.splitlines()) == 1
-    assert stopped.stderr.startswith("salience: image ")
-    assert "data/2/" in stopped.stderr
-    assert "delete or replace it" in stopped.stderr
+    assert "samples are broken, more than max_broken = 0.01" in stopped.stderr
+    assert "'2/" in stopped.stderr
+    assert "cannot identify it as an image" in stopped.stderr
     assert Path("out/last.pt").read_bytes() == before
+
+
+def test_a_broken_image_is_named_and_stood_in_for(capsys: pytest.CaptureFixture[str]):
+    broken = sorted(Path("data/2").glob("*.png"))[0]
+    broken.write_bytes(b"no image")
+    assert main([*options(), "--max-broken", "0.1"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("is broken and another stands in for it") == 1
+    assert f"image '2/{broken.name}'" in said
+
+
+def test_a_broken_test_image_stops_the_run_with_its_name(capsys: pytest.CaptureFixture[str]):
+    held = sorted(Path("data/2").glob("*.png"))[9]  # every tenth
+    held.write_bytes(b"no image")
+    assert main([*options(), "--max-broken", "0.1"]) == 2
+    assert f"image '2/{held.name}' of {Path('data').resolve()} cannot be read" in sentence(capsys)
 
 
 @pytest.mark.parametrize(
@@ -286,13 +388,15 @@ def test_an_unreadable_image_stops_the_run_with_its_name_and_loses_nothing(place
         ({"model": "nowhere:Model"}, "module 'nowhere' of model 'nowhere:Model' cannot be imported"),
         ({"select": "defualt"}, "Did you mean 'default'"),
         ({"select": "missing.toml"}, "'missing.toml' cannot be read"),
+        ({"treat": "reus"}, "Did you mean 'reuse'"),
+        ({"cache": "4 apples"}, "is not a size"),
         ({"data": None}, "There is nothing to train on"),
         ({"data": "missing"}, "there is no file or folder"),
-        ({"data": "empty"}, "holds no class folders with images"),
+        ({"data": "empty"}, "is empty; make a folder for each class"),
         ({"data": "single"}, "there is none to hold out"),
         ({"data": "ending.py"}, "is not a tar archive"),
         ({"device": "cude"}, "There is no device 'cude' here"),
-        ({"out": "ending.py/out"}, "cannot be made: Not a directory"),
+        ({"out": "ending.py/out"}, "cannot be made or written to: Not a directory"),
         ({"ledger": "missing.npz"}, "There is no ledger at 'missing.npz'"),
         ({"ledger": "empty"}, "holds no ledger.npz"),
         ({"config": "wrong.toml"}, "train has no setting 'epoch'. Did you mean 'epochs'"),
@@ -306,7 +410,7 @@ def test_bad_input_gets_one_clear_sentence(changes: dict[str, Any], said: str, c
     Path("twice.toml").write_text("[train]\nselect = 'default'\n[select]\nkeep = 0.5\n")
     assert main(options(**changes)) == 2
     assert said in sentence(capsys)
-    assert not (Path("out") / checkpoint.LAST).exists()
+    assert not Path("out").exists()
 
 
 def test_a_model_with_the_wrong_output_is_named(capsys: pytest.CaptureFixture[str]):

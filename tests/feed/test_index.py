@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from salience.errors import DataError, StateError
-from salience.feed.index import Index, Names, check_path, classes_of
+from salience.feed.index import Index, Names, check_path, classes_of, folders_of
 
 
 def index() -> Index:
@@ -63,8 +63,20 @@ def test_paths_that_lead_outside_are_refused(path):
         check_path(path, "here")
 
 
-def test_classes_are_directories_where_all_samples_are_in_one():
-    classes, label = classes_of(["x/b/1", "x/a/2", "x/b/3"])
+def test_the_class_is_the_first_directory_below_the_root():
+    classes, label = classes_of(["b/x/1", "a/x/2", "b/y/deep/3", "b/4"])
     assert classes == ("a", "b")
-    assert label.tolist() == [1, 0, 1]
+    assert label.tolist() == [1, 0, 1, 1]
     assert classes_of(["1", "a/2"])[0] == ()
+
+
+def test_a_lone_directory_of_directories_is_left_out():
+    assert classes_of(["x/b/1", "x/a/2", "x/b/3"])[0] == ("a", "b")
+    assert classes_of(["x/1", "x/a/2"])[0] == ("x",)
+
+
+def test_splits_are_no_classes():
+    paths = ["x/train/a/1", "x/val/b/2", "x/extra/3"]
+    assert folders_of(paths) == [("train", "a"), ("val", "b"), ("", "")]
+    assert classes_of(paths[:2])[0] == ("a", "b")
+    assert folders_of(["train/a/1", "trial/b/2"]) == [("", "train"), ("", "trial")]

@@ -395,3 +395,25 @@ def test_a_shard_of_more_than_four_gib_is_read_behind_them(tmp_path):
     assert source.read([1]) == [b"after"]
     source.index.save(tmp_path / "index.npz")
     assert salience.Source(tmp_path).read([1]) == [b"after"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stages", [False, True])
+def test_byte_copies_are_found_where_there_is_no_index_and_stay_known_when_reused(
+    tmp_path: Path, workers: int, stages: bool
+):
+    """Nothing is read for them: the bytes are at hand. A reused sample is not read again, and keeps its fingerprint."""
+    (tmp_path / "a").mkdir()
+    for i in range(24):
+        (tmp_path / "a" / f"{i:02}").write_bytes(vector(0 if i % 3 == 0 else i))
+    more = {"augment": [salience.Stage(torch.neg, random=False)], "treat": "reuse"} if stages else {}
+    loader = salience.Loader(
+        salience.Source(tmp_path, decode=decode), 4, epochs=4, num_workers=workers, **more,
+        select={"filters": [{"name": "redundancy", "visits": 1}], "keep": 1.0},
+    )  # fmt: skip
+    for _ in range(4):
+        for x, y in loader:
+            loader.loss(x.sum(1), targets=y)
+    assert loader.copies is not None
+    assert len(set(loader.copies.group[::3])) == 1
+    assert loader.copies.group[0] >= 0

@@ -11,8 +11,9 @@ import torch
 from runs import NASTY, long_log, looped, steps, trained
 
 import salience
-from salience import checkpoint, events
+from salience import events
 from salience import ledger as ledgers
+from salience.app import checkpoint
 from salience.cli.opening import open_run
 from salience.errors import StateError
 from salience.events import EventLog

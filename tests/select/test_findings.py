@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import salience
+from salience.app.models import build
 from salience.errors import StateError
 from salience.ledger import Ledger
-from salience.models import build
 from salience.report.observed import render
 from salience.select.findings import (
     balance,
@@ -34,7 +34,7 @@ from conftest import require
 def trained(wrong: float, seed: int) -> tuple[Ledger, np.ndarray, np.ndarray]:
     """The ledger of a small network trained on rendered glyphs; which labels are wrong, which images hard."""
     require(importlib.util.find_spec("PIL") is not None, "Pillow")
-    from salience.images.glyphs import render
+    from salience.app.glyphs import render
 
     glyphs = render(2400, classes=6, size=16, wrong=wrong, copies=0, seed=seed)
     x, y = torch.from_numpy(glyphs.images).unsqueeze(1).float() / 127.5 - 1, torch.from_numpy(glyphs.labels)

@@ -18,9 +18,10 @@ COMMANDS: tuple[ModuleType, ...] = (demo, train, profile, report, compare, pack,
 def main(argv: list[str] | None = None) -> int:
     """Run one command line. Returns the exit status: 0, 2 for an error with a known cause, 130 for Ctrl-C."""
     given = sys.argv[1:] if argv is None else argv
-    own = given[: given.index("--")] if "--" in given else given  # what follows is for a script
-    args, unknown = parser().parse_known_args(own)
-    args.arguments = given[len(own) + 1 :]
+    if not given:
+        parser().print_help()
+        return 0
+    args, unknown = parse(given)
     try:
         if unknown:
             known = set(re.findall(r"--[a-z][a-z-]*", args.parser.format_help()))
@@ -41,6 +42,14 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # as in `salience plugins | head`: who reads has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def parse(given: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """A command line, and what of it no command takes; what follows -- is for a script, as `arguments`."""
+    own = given[: given.index("--")] if "--" in given else given
+    args, unknown = parser().parse_known_args(scores.with_action(own))
+    args.arguments = given[len(own) + 1 :]
+    return args, unknown
 
 
 def parser() -> argparse.ArgumentParser:

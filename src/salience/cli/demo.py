@@ -22,6 +22,6 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from salience import demo
+    from salience.app import demo
 
     return demo.main(samples=args.samples, epochs=args.epochs, seed=args.seed, quick=args.quick)

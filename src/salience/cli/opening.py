@@ -26,8 +26,8 @@ class Opened:
 
 def open_run(given: str, *, name: str = "", ledger: str = "", whole: bool = True) -> Opened:
     """The run at `given`, its folder or its event log. Not `whole`: without the ledger and all that hangs on it."""
-    from salience import checkpoint
     from salience import ledger as ledgers
+    from salience.app import checkpoint
     from salience.report.log import read_log
     from salience.report.telling import tell
     from salience.select.findings import load_copies
@@ -60,7 +60,7 @@ def open_run(given: str, *, name: str = "", ledger: str = "", whole: bool = True
 
 def log_file(given: str) -> Path:
     """Of a run, named by its folder or by the log itself."""
-    from salience import checkpoint
+    from salience.app import checkpoint
 
     path = Path(given)
     return path / checkpoint.LOG if path.is_dir() else path
@@ -85,7 +85,7 @@ def write_page(text: str, output: str) -> None:
 
 def _checkpoint(folder: Path | None) -> dict[str, Any]:
     """What the newest checkpoint of `salience train` says, or nothing; a damaged one is left as it is."""
-    from salience import checkpoint
+    from salience.app import checkpoint
 
     for name in () if folder is None else (checkpoint.LAST, checkpoint.PREVIOUS):
         try:

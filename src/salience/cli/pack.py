@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from salience.cli.text import subcommand
 from salience.errors import ConfigError, StateError
-from salience.feed.sizes import parse_bytes as parse_size
 
 if TYPE_CHECKING:
     from salience.feed import Index
@@ -45,7 +44,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("pack takes DIR and OUT, or --index-only SHARDS, or --check OUT.")
     if args.no_checksums and args.index_only is None:
         raise ConfigError("--no-checksums goes with --index-only; what pack writes has checksums.")
-    size = parse_size(args.shard_size)
+    from salience.feed.sizes import parse_bytes
+
+    size = parse_bytes(args.shard_size)
     if args.index_only is not None:
         return _index(Path(args.index_only), not args.no_checksums, args.jobs)
     return _check(Path(args.check), args.jobs) if args.check is not None else _pack(args, size)

@@ -54,8 +54,6 @@ def _matching(data: str, ledger: Ledger) -> Read:
     """A reader of the first reading of `data` that has the run's samples, in its order: the same number and classes."""
     reasons: list[str] = []
     for opened in (_split, _source):
-        if opened is _split and "://" in data:
-            continue
         try:
             labels, read = opened(data)
         except (SalienceError, OSError) as cause:
@@ -71,28 +69,26 @@ def _matching(data: str, ledger: Ledger) -> Read:
 
 
 def _split(data: str) -> tuple[npt.NDArray[Any], Read]:
-    """The images to train on, as `salience train` takes them from a folder or tar."""
-    from salience.images.splits import open_split
+    """The images to train on, as `salience train` takes them."""
+    from salience.app.data import open_split
 
     split = open_split(data)
-    return split.labels, lambda i: split.source[int(split.ids[i])][0].numpy()
+
+    def read(i: int) -> npt.NDArray[np.uint8]:
+        pixels = split.pixels([i])[0]
+        if pixels is None:
+            raise BrokenSample(f"sample {i} is no image")
+        return pixels
+
+    return split.labels, read
 
 
 def _source(data: str) -> tuple[npt.NDArray[Any], Read]:
     """All samples of a `Source`."""
+    from salience.app.data import Images
+    from salience.app.pixels import Decode
     from salience.feed import Source
-    from salience.feed.reads import Broken
-    from salience.images.folder import decode
 
     source = Source(data if "://" in data else str(Path(data).expanduser()))
-
-    def read(i: int) -> npt.NDArray[np.uint8]:
-        got = source.read([i])[0]
-        if isinstance(got, Broken):
-            raise BrokenSample(got.reason)
-        try:
-            return decode(got, SIDE, 3)
-        except Exception as cause:  # a decoder fed with what is no image may raise anything
-            raise BrokenSample(f"sample {i} is no image") from cause
-
-    return source.labels, read
+    images = Images(source, Decode(SIDE))
+    return source.labels, lambda i: images[i][0]

@@ -100,8 +100,8 @@ def _run_script(script: str, arguments: list[str]) -> None:
 
 
 def _run_train(args: argparse.Namespace) -> None:
+    from salience.app.train import train
     from salience.config import TrainConfig
-    from salience.train import train
 
     with tempfile.TemporaryDirectory(prefix="salience-profile-") as folder:
         train(

@@ -9,7 +9,7 @@
     salience train --ledger both.npz ...
 
 A ledger is what a run knows of every sample. Wherever one is asked for (RUN), the folder of a run does as well;
-with the folder, samples and classes have their names. A run called like an action is written ./show.
+with the folder, samples and classes have their names. A run called like an action (list, show) is written ./show.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from salience.cli.text import columns, subcommand
 from salience.errors import ConfigError, StateError
 from salience.files import atomic, write_text
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from salience.ledger import Ledger
     from salience.select.findings import Findings
 
 DIGITS = {2: 5, 4: 9}
 """Bytes of a float -> digits that lose nothing of it."""
 CHUNK = 1 << 16
+ACTIONS = ("list", "show", "export", "merge")
+"""The first is the one that may be left out."""
 SECTIONS = {
     "suspects": "labels that look wrong: what the model says, how sure that is, and why",
     "copies": "groups of near-copies, where the run has looked for them",
@@ -44,48 +46,57 @@ SECTIONS = {
 
 
 def add(commands: Any) -> None:
-    made = subcommand(commands, "scores", __doc__, run)
-    made.usage = "salience scores [show | export | merge] RUN [RUN ...] [options]"
-    made.add_argument(
-        "words", nargs="+", metavar="RUN", help="folder of a run, or ledger file; only merge takes several"
-    )
+    made = subcommand(commands, "scores", __doc__, list_run)
+    made.usage = "salience scores [list] RUN [options] | show RUN | export RUN -o FILE | merge RUN RUN ... -o FILE"
+    actions = made.add_subparsers(title="actions", metavar="ACTION", required=True)
+    made_list = _action(actions, "list", list_run, "what the run learnt, or the lists that are asked for (default)")
     for name, text in SECTIONS.items():
-        made.add_argument(f"--{name}", action="store_true", help=f"list {text}")
-    made.add_argument("--top", type=int, default=20, metavar="N", help="rows of each list (default: 20; 0: all)")
-    made.add_argument("--json", action="store_true", help="print the lists (all, if none is named) as one JSON object")
-    made.add_argument("-o", "--output", metavar="FILE", help="file to write: CSV; for merge, the ledger (.npz)")
-    made.add_argument(
-        "--epochs", type=int, default=0, metavar="N", help="show: length of the run to forecast (default: as long)"
+        made_list.add_argument(f"--{name}", action="store_true", help=f"list {text}")
+    made_list.add_argument("--top", type=int, default=20, metavar="N", help="rows of each list (default: 20; 0: all)")
+    made_list.add_argument(
+        "--json", action="store_true", help="print the lists (all, if none is named) as one JSON object"
     )
+    made_list.add_argument("-o", "--output", metavar="FILE", help="CSV file to write the lists to")
+    made_show = _action(actions, "show", show, "what the run learnt")
+    for part in (made_list, made_show):
+        part.add_argument(
+            "--epochs", type=int, default=0, metavar="N", help="length of the run to forecast (default: as long)"
+        )
+    made_export = _action(actions, "export", export, "every column of the ledger as CSV")
+    made_export.add_argument("-o", "--output", metavar="FILE", required=True, help="CSV file to write")
+    made_merge = _action(actions, "merge", merge, "one ledger of several over the same data", several=True)
+    made_merge.add_argument("-o", "--output", metavar="FILE", required=True, help="ledger to write (.npz)")
 
 
-def run(args: argparse.Namespace) -> int:
-    actions = {"show": show, "export": export, "merge": merge}
-    action, paths = ("", args.words) if args.words[0] not in actions else (args.words[0], args.words[1:])
-    lists = [name for name in SECTIONS if getattr(args, name)]
-    if not paths:
-        raise ConfigError(f"scores {action} needs a RUN: the folder of a run, or a ledger file.")
-    if action != "merge" and len(paths) > 1:
-        raise ConfigError(f"scores takes one RUN, not {len(paths)} ({', '.join(paths)}); `scores merge` takes several.")
+def _action(actions: Any, name: str, run: Any, text: str, *, several: bool = False) -> argparse.ArgumentParser:
+    made = subcommand(actions, name, f"{text[0].upper()}{text[1:]}.", run)
+    if several:
+        made.add_argument("ledgers", nargs="+", metavar="RUN", help="folder of a run, or ledger file")
+    else:
+        made.add_argument("ledger", metavar="RUN", help="folder of a run, or ledger file")
+    return made
+
+
+def with_action(given: list[str]) -> list[str]:
+    """The command line with the action that `salience scores RUN` leaves out."""
+    at = next((i for i, word in enumerate(given) if not word.startswith("-")), len(given))
+    if given[at : at + 1] != ["scores"] or given[at + 1 : at + 2] in ([], ["-h"], ["--help"]):
+        return given
+    return given if given[at + 1] in ACTIONS else [*given[: at + 1], ACTIONS[0], *given[at + 1 :]]
+
+
+def list_run(args: argparse.Namespace) -> int:
+    """The lists that were asked for, or what the run learnt in all."""
     if args.top < 0:
         raise ConfigError(f"--top is {args.top}; it must be at least 0, which lists all.")
-    if action in ("export", "merge"):
-        if lists or args.json:
-            raise ConfigError(f"scores {action} makes no lists; leave {action!r} away, or --{(lists or ['json'])[0]}.")
-        if not args.output:
-            raise ConfigError(f"scores {action} needs -o FILE: what to write.")
-    args.ledger, args.ledgers = paths[0], paths
-    if not action and (lists or args.json or args.output):
-        return find(args, lists or list(SECTIONS))
-    if action in ("", "show") and (lists or args.json or args.output):
-        raise ConfigError("scores show takes no lists and writes no file; leave 'show' away.")
-    return actions[action or "show"](args)
+    lists = [name for name in SECTIONS if getattr(args, name)]
+    return find(args, lists or list(SECTIONS)) if lists or args.json or args.output else show(args)
 
 
 def find(args: argparse.Namespace, lists: Sequence[str]) -> int:
     """The lists that were asked for, as text, JSON or CSV."""
-    from salience import checkpoint
     from salience import ledger as ledgers
+    from salience.app import checkpoint
     from salience.report.console import say
     from salience.select.findings import findings, load_copies
 
@@ -212,7 +223,7 @@ def _write_rows(rows: dict[str, list[dict[str, Any]]], path: Path) -> None:
 def show(args: argparse.Namespace) -> int:
     """Say what a run learnt about its samples."""
     from salience import ledger as ledgers
-    from salience.checkpoint import ledger_file
+    from salience.app.checkpoint import ledger_file
     from salience.report.console import say
     from salience.report.observed import render
     from salience.select import preset
@@ -227,7 +238,7 @@ def show(args: argparse.Namespace) -> int:
 def export(args: argparse.Namespace) -> int:
     """Write a ledger as CSV: the sample's id and every column."""
     from salience import ledger as ledgers
-    from salience.checkpoint import ledger_file
+    from salience.app.checkpoint import ledger_file
     from salience.report.console import say
 
     found = ledgers.load(ledger_file(args.ledger))
@@ -239,7 +250,7 @@ def export(args: argparse.Namespace) -> int:
 def merge(args: argparse.Namespace) -> int:
     """Make one ledger of several over the same data, so that they vote."""
     from salience import ledger as ledgers
-    from salience.checkpoint import ledger_file
+    from salience.app.checkpoint import ledger_file
     from salience.report.console import say
 
     merged = ledgers.merge([ledgers.load(ledger_file(path)) for path in args.ledgers])
@@ -276,7 +287,7 @@ def _cannot_write(path: str | Path, cause: OSError) -> StateError:
 
 def _class_names(path: Path) -> list[str] | None:
     """The classes as the run called them, where `path` is its folder."""
-    from salience import checkpoint
+    from salience.app import checkpoint
 
     try:
         names: list[str] = checkpoint.read(path / checkpoint.LAST)["classes"]

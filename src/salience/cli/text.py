@@ -16,7 +16,9 @@ def sentence(error: BaseException) -> str:
     mark = f"{kind.__module__}.{kind.__qualname__}: "
     if "Traceback (most recent call last)" in text and mark in text:
         text = text.rpartition(mark)[2]
-    return " ".join(text.split())
+    from salience.report.console import printable
+
+    return printable(" ".join(text.split()))
 
 
 def subcommand(commands: Any, name: str, docstring: str | None, run: Any) -> argparse.ArgumentParser:

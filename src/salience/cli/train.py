@@ -1,12 +1,13 @@
-"""Train an image classifier from a folder (class = directory) or a tar of one.
+"""Train an image classifier from a folder (class = directory), a tar of one, or packed shards, here or at a URL.
 
     salience train --data photos/ --model resnet9 --epochs 10
     salience train --data photos.tar.gz --select default --out runs/less
+    salience train --data s3://bucket/shards --cache 4GiB --treat reuse --auto
     salience train --resume --out runs/less
 
 Where there is no test split, every tenth image of each class is held out. Without --select training is plain, and
 a report says what could be saved. --resume goes on after a kill with the settings of the run; what is given
-again must be the same.
+again must be the same. A model of your own is code, which a checkpoint alone never runs: give --model again, or --trust.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from salience.config import TrainConfig, read_toml, train_config
 from salience.errors import ConfigError
 
 HELP = {
-    "data": "folder of images (class = directory), or a .tar/.tar.gz of one",
+    "data": "folder of images (class = directory), .tar/.tar.gz of one, packed shards, or their s3:// or https:// URL",
     "model": "mlp, cnn, resnet9, resnet18, or pkg.module:factory",
     "epochs": "passes over the data",
     "batch_size": "images a step",
@@ -31,6 +32,9 @@ HELP = {
     "select": "preset or TOML file that says which samples to train on; without it, all",
     "ledger": "ledger, or folder of a run, to start from what it learnt",
     "workers": "processes that decode images",
+    "cache": "memory for the bytes of images, read ahead of the plan (4GiB); without it, none",
+    "treat": "which images are decoded anew: reuse, echo or auto; without it, all at every visit",
+    "max_broken": "share of the images that may be broken, others standing in for them",
     "auto": "measure the run and keep what makes it faster; training stays what it is",
     "sinks": "where figures go as well: tensorboard:FOLDER, wandb:PROJECT, mlflow:URI; commas between several",
     "seed": "same seed, same run",
@@ -44,6 +48,9 @@ HELP = {
 def add(commands: Any) -> None:
     parser = subcommand(commands, "train", __doc__, run)
     parser.add_argument("--config", metavar="FILE", help="TOML file with [train] and [select]; the command line wins")
+    parser.add_argument(
+        "--trust", action="store_true", help="with --resume: import the model that the checkpoint names"
+    )
     for field in fields(TrainConfig):
         assert field.default is not MISSING
         flag, text = f"--{field.name.replace('_', '-')}", HELP[field.name]
@@ -65,14 +72,15 @@ def run(args: argparse.Namespace) -> int:
     given |= {f.name: getattr(args, f.name) for f in fields(TrainConfig) if hasattr(args, f.name)}
     config = train_config(given)
 
-    from salience import checkpoint  # and with it torch: not before the options are known to make sense
+    from salience.app import checkpoint  # and with it torch: not before the options are known to make sense
+    from salience.app.train import train
     from salience.report.console import say
-    from salience.train import train
 
     saved = None
     if config.resume:
         saved = checkpoint.newest(Path(config.out), say)
         config = train_config({**saved["config"], **given})
+        _check_trust(config, given, trusted=args.trust)
     try:
         train(config, saved)
     except KeyboardInterrupt as stop:
@@ -95,7 +103,17 @@ def _from_file(path: str) -> dict[str, Any]:
     return given
 
 
+def _check_trust(config: TrainConfig, given: dict[str, Any], *, trusted: bool) -> None:
+    """A checkpoint may come from anyone; importing a module runs its code."""
+    if ":" in config.model and "model" not in given and not trusted:
+        raise ConfigError(
+            f"The checkpoint in {config.out!r} names the model {config.model!r}, which is code to import; say so yourself "
+            f"with --model {config.model}, or --trust the checkpoint."
+        )
+
+
 def _advice(config: TrainConfig, has_checkpoint: bool) -> str:
     if not has_checkpoint:
         return "interrupted before the first checkpoint; there is nothing to go on from."
-    return f"interrupted; go on from the last checkpoint with: salience train --resume --out {config.out}"
+    model = f" --model {config.model}" if ":" in config.model else ""
+    return f"interrupted; go on from the last checkpoint with: salience train --resume --out {config.out}{model}"

@@ -17,6 +17,8 @@ from salience.files import read_npz, write_npz
 FORMAT = "salience-index-1"
 FILE = "index.npz"
 """File name of the index beside its shards."""
+TEST_SPLITS = ("test", "val", "valid", "validation")
+"""Directories beside `train` that hold what to test on, in the order in which they are looked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -133,9 +135,28 @@ def check_path(path: str, where: str) -> str:
     return path
 
 
+def folders_of(paths: Sequence[str]) -> list[tuple[str, str]]:
+    """Split and class of each path, "" where it has none: one rule for folders, tars and prefixes.
+
+    The class is the first directory below the root. Where there are `train` and a directory to test on (TEST_SPLITS), it is
+    the first directory below those. A lone directory of directories around everything, as in many archives, is left out.
+    """
+    parts = [path.split("/") for path in paths]
+    wrapped = len({part[0] for part in parts}) == 1 and all(len(part) > 2 for part in parts)
+    first = 1 if wrapped else 0
+    tops = {part[first] for part in parts if len(part) > first + 1}
+    splits = {"train", *TEST_SPLITS} if "train" in tops and not tops.isdisjoint(TEST_SPLITS) else set[str]()
+    if not splits:
+        return [("", part[first] if len(part) > first + 1 else "") for part in parts]
+    return [
+        (part[first], part[first + 1] if len(part) > first + 2 else "") if part[first] in splits else ("", "")
+        for part in parts
+    ]
+
+
 def classes_of(paths: Sequence[str]) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
-    """Class names and labels from the folder of each path; no classes unless every path is in a folder."""
-    folders = [path.rsplit("/", 1)[0].rsplit("/", 1)[-1] if "/" in path else "" for path in paths]
+    """Class names and labels by `folders_of`; no classes where a path has none."""
+    folders = [name for _, name in folders_of(paths)]
     if not all(folders):
         return (), np.full(len(paths), -1, dtype=np.int32)
     classes = tuple(sorted(set(folders)))

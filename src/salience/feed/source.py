@@ -54,9 +54,9 @@ class Source:
     `decode` a read-only view of the cache's memory instead of bytes: one copy less, but the view must not outlive the batch.
 
     An `index.npz` below `url` is used, or the `index` given (a path, or an Index). Without one, every object is
-    a sample and its folder is its class. Failed requests are repeated up to `retries` times within `deadline` seconds;
-    each process has at most `concurrency` requests under way. Credentials come from the environment or the cloud's own
-    configuration.
+    a sample and the first folder below `url` its class. Failed requests are repeated up to `retries` times within
+    `deadline` seconds; each process has at most `concurrency` requests under way. Credentials come from the environment or
+    the cloud's own configuration.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ def _find_index(store: Store, only: str | None, given: Index | str | os.PathLike
 
 
 def _of_objects(listed: Sequence[tuple[str, int]], url: str) -> Index:
-    """An index in which every object is a sample and its folder is its class."""
+    """An index in which every object is a sample, and the first directory below the source its class."""
     paths = [check_path(path, url) for path, _ in listed]
     classes, label = classes_of(paths)
     n = len(paths)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 import time
 from collections.abc import Generator, Sequence
@@ -11,6 +12,8 @@ from typing import Any, Protocol
 
 RATE = 0.5
 """Seconds between two updates at least."""
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""All control characters but the tab and the end of a line."""
 
 
 class Bars(Protocol):
@@ -72,13 +75,14 @@ def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, str
     """A table, first column left and the others right; row `strong` stands out."""
     if _rich_terminal():
         from rich.console import Console
+        from rich.markup import escape
         from rich.table import Table
 
         drawn = Table(title=title, title_justify="left", title_style="bold")
         for number, name in enumerate(head):
             drawn.add_column(name, justify="left" if number == 0 else "right")
         for number, row in enumerate(rows):
-            drawn.add_row(*row, style="bold green" if number == strong else None)
+            drawn.add_row(*(escape(printable(cell)) for cell in row), style="bold green" if number == strong else None)
         Console().print(drawn)
         return
     widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
@@ -89,4 +93,10 @@ def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, str
 
 
 def say(text: str = "") -> None:
-    print(text, flush=True)
+    print(printable(text), flush=True)
+
+
+def printable(text: str) -> str:
+    """Control characters and bytes that are not UTF-8 as escapes: what data are called never steers a terminal."""
+    shown = CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return shown.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -76,7 +76,8 @@ class Copying(Part):
 
     def hand_over(self, batch: Batch) -> None:
         if batch.prints is not None and self.search is not None:
-            self.search.prints[batch.ids] = batch.prints & np.iinfo(np.int64).max
+            known = batch.prints != 0
+            self.search.prints[batch.ids[known]] = batch.prints[known] & np.iinfo(np.int64).max
 
     def look(self, ledger: Ledger, window: int, *, last: bool = False) -> None:
         """Look again where there is more to go by; with several ranks, rank 0 looks and tells."""

@@ -232,6 +232,7 @@ class Staged(Dataset[Any]):
             lost = dict(zip(late, found, strict=True))
             here = iter(handle.read(ticket, [i for i in ids if i not in lost]))
             data = [lost[i] if i in lost else next(here) for i in ids]
+        self._source.note(ids, data)
         if not source.classes:
             return list(data), asdict(counts)
         labels = source.labels[np.asarray(ids, dtype=np.int64)].tolist()

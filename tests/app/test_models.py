@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from salience.app.models import BUILT_IN, build
 from salience.errors import ConfigError
-from salience.models import BUILT_IN, build
 
 MINE = """
 from torch import nn

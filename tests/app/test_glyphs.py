@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from salience.app.glyphs import SYMBOLS, Glyphs, render
 from salience.errors import ConfigError
-from salience.images.glyphs import SYMBOLS, Glyphs, render
 
 
 @pytest.fixture(scope="module")

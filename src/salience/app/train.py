@@ -1,4 +1,4 @@
-"""The training behind `salience train`: an image classifier from a folder or tar, resumed exactly where it was killed.
+"""The training behind `salience train`: an image classifier from what a Source reads, resumed exactly where it was killed.
 
     each epoch:   for x, y in loader:  crop and flip -> model -> loader.loss -> SGD step -> ProgressLR step
                   evaluate -> loader.evaluated -> checkpoint
@@ -9,6 +9,7 @@ was never stopped.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -17,18 +18,21 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from salience import checkpoint, models
 from salience import ledger as ledgers
+from salience.app import checkpoint, models
+from salience.app.augment import crop_flip
+from salience.app.data import Split, open_split, pixel_statistics
 from salience.config import TrainConfig
 from salience.errors import ConfigError, StateError
 from salience.events import Event, EventLog
-from salience.images.augment import crop_flip
-from salience.images.splits import Split, open_split, pixel_statistics
+from salience.feed.sizes import parse_bytes
 from salience.loader import Loader
 from salience.report.console import RATE, Bars, bars, say, table
 from salience.report.observed import render
@@ -36,12 +40,16 @@ from salience.run import resolve
 from salience.schedule import ProgressLR
 from salience.seeds import AUGMENT, torch_generator, torch_seed
 from salience.select.findings import save_copies
+from salience.treat import Stage, Treat
 
 MOMENTUM = 0.9
+KEPT_TESTS = 1 << 30
+"""Bytes of test images that are decoded once and kept."""
 
 
 def train(config: TrainConfig, saved: Mapping[str, Any] | None = None) -> Tally:
     """Train as `config` says, from the beginning or from the checkpoint `saved`; say how it goes and what came out."""
+    _check_alone()
     device = find_device(config.device)
     folder = Path(config.out)
     if saved is None and checkpoint.exists(folder):
@@ -49,16 +57,23 @@ def train(config: TrainConfig, saved: Mapping[str, Any] | None = None) -> Tally:
             f"{config.out!r} already holds a run; go on with it by --resume, or choose another --out. Nothing was changed."
         )
     if not config.data:
-        raise ConfigError("There is nothing to train on: --data takes a folder (class = directory) or a tar of one.")
+        raise ConfigError(
+            "There is nothing to train on: --data takes a folder (class = directory), a tar of one, or a URL."
+        )
     resolve(config.select or None)  # a wrong name is said now, not after a million files were listed
+    Treat.of(config.treat or None)
+    parse_bytes(config.cache or "0")
     _check_model(config)
-    checkpoint.make_folder(folder)
-    with bars() as shown:
-        data = open_split(config.data, size=config.size, progress=lambda done, of: shown.update("listing", done, of))
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        run = Training(config, data, device, saved)
-        run.go()
-    run.finish()
+    with checkpoint.claimed(folder):
+        with bars() as shown:
+            data = open_split(
+                config.data, size=config.size, cache=config.cache, max_broken=config.max_broken,
+                progress=lambda done, of: shown.update("unpacking", done, of),
+            )  # fmt: skip
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            run = Training(config, data, device, saved)
+            run.go()
+        run.finish()
     return run.tally
 
 
@@ -82,10 +97,11 @@ class Training:
         rate = config.lr or 0.4 * config.batch_size / 512
         if saved is not None:
             checkpoint.check_fits(saved, replace(config, lr=rate, size=data.size), data.classes, data.checksum)
-        self.config = replace(config, lr=rate, size=data.size, data=str(Path(config.data).expanduser().resolve()))
+        where = config.data if "://" in config.data else str(Path(config.data).expanduser().resolve())
+        self.config = replace(config, lr=rate, size=data.size, data=where)
         self.data, self.device, self.folder = data, device, Path(config.out)
         self.tally = Tally(**saved["tally"]) if saved else Tally()
-        self.pixels = saved["pixels"] if saved else pixel_statistics(data.train, len(data))
+        self.pixels = saved["pixels"] if saved else pixel_statistics(data)
         self.shift, self.scale = (torch.tensor(v, device=device).reshape(1, -1, 1, 1) * 255 for v in self.pixels)
         self.model = build_model(config, len(data.classes), data.size).to(device)
         if device.type == "cuda":
@@ -95,9 +111,12 @@ class Training:
         )
         self.loader = self._make_loader(fresh=saved is None)
         self.loader.attach(self.model, features=not config.select)
+        self._keeps_tests = 3 * data.size**2 * data.tested <= KEPT_TESTS
+        self._tests: list[tuple[Tensor, Tensor]] = []
         self.test = DataLoader(
-            data.test, batch_size=config.batch_size, generator=torch.Generator(), **self._workers(persistent=True)
-        )
+            data.test, batch_size=config.batch_size, generator=torch.Generator(),
+            **self._workers(persistent=not self._keeps_tests),
+        )  # fmt: skip
         self.schedule = ProgressLR(self.optimizer, self.loader, "one_cycle")
         self.number = 0
         """Batches of this epoch that are done."""
@@ -108,20 +127,23 @@ class Training:
     def _make_loader(self, *, fresh: bool) -> Loader:
         config = self.config
         log = EventLog(self.folder / checkpoint.LOG)
-        log.listen(_say_warning)
+        log.listen(_say_trouble)
+        known = ledgers.load(checkpoint.ledger_file(config.ledger)) if config.ledger and fresh else None
+        if known is not None and known.n == len(self.data) and _differ(known.label, self.data.labels):
+            raise StateError(
+                f"The ledger {config.ledger!r} has other classes for these images; it is of another data set."
+            )
+        # Crops and flips are drawn for whole batches, on the device; so decoded images are what can be kept.
+        stages = {"augment": [Stage(torch.from_numpy, random=False, name="tensor")], "treat": config.treat}
         loader = Loader(
             self.data.train, config.batch_size, epochs=config.epochs, select=config.select or None, seed=config.seed,
-            ledger=checkpoint.ledger_file(config.ledger) if config.ledger and fresh else None, log=log, auto=config.auto,
+            ledger=known, log=log, auto=config.auto,
             sinks=[part.strip() for part in config.sinks.split(",") if part.strip()],
+            **(stages if config.treat else {}),
             # Not persistent: when observing, a resumed shuffle would then draw other numbers; and a Loader is part of
             # reference cycles, whose collection waits five seconds for each worker that is still there.
             **self._workers(persistent=False),
         )  # fmt: skip
-        known = loader.ledger.label
-        if ((known >= 0) & (known != self.data.labels)).any():
-            raise StateError(
-                f"The ledger {config.ledger!r} has other classes for these images; it is of another data set."
-            )
         loader.ledger.set_labels(self.data.labels)
         return loader
 
@@ -215,7 +237,10 @@ class Training:
         """Share of the test images that the model gets right."""
         self.model.eval()
         right = torch.zeros((), device=self.device)
-        for x, y in self.test:
+        if self._keeps_tests and not self._tests:
+            # Copies: what comes from a worker holds a file each.
+            self._tests = [(x, y) if x.is_pinned() else (x.clone(), y.clone()) for x, y in self.test]
+        for x, y in self._tests or self.test:
             guess = self._forward(x.to(self.device, non_blocking=True)).argmax(1)
             right += (guess == y.to(self.device, non_blocking=True)).sum()
         return right.item() / self.data.tested
@@ -259,8 +284,8 @@ class Training:
     def finish(self) -> None:
         """Write the ledger; show the result and, where nothing was selected, what could have been."""
         ledgers.save(self.loader.ledger, self.folder / checkpoint.LEDGER)
-        listing = self.data.source.listing
-        checkpoint.write_names(self.folder, listing.names, listing.name_offsets, self.data.ids)
+        names = self.data.names
+        checkpoint.write_names(self.folder, names.joined, names.ends, np.arange(len(names)))
         copies = self.loader.copies
         if copies is not None:
             save_copies(self.folder / checkpoint.COPIES, copies.group, copies.similarity)
@@ -283,7 +308,7 @@ class Training:
             say()
             say("Files of the hardest samples:")
             for sample in event["summary"]["hardest"][:8]:
-                say(f"  sample {sample['id']:>8}: {self.data.name(sample['id'])}")
+                say(f"  sample {sample['id']:>8}: {self.data.names[sample['id']]}")
         say()
         written = [checkpoint.LAST, checkpoint.LEDGER, checkpoint.NAMES, *[checkpoint.COPIES] * (copies is not None)]
         say(f"In {config.out}: {', '.join(written)}, {checkpoint.LOG}.")
@@ -323,6 +348,16 @@ def decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     ]
 
 
+def _check_alone() -> None:
+    """Refuse to be one of several processes: each would train by itself and write into the same folder."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    if world not in ("", "1"):
+        raise ConfigError(
+            f"salience train runs in one process, and WORLD_SIZE is {world}: start it without torchrun, or use "
+            "salience.Loader in a script of your own, which takes its share on every rank."
+        )
+
+
 def _check_model(config: TrainConfig) -> None:
     """Say now that a built-in is misspelt; on the meta device a model costs nothing."""
     if ":" not in config.model:
@@ -330,9 +365,16 @@ def _check_model(config: TrainConfig) -> None:
             models.build(config.model, 2, size=config.size or 32)
 
 
-def _say_warning(event: Event) -> None:
+def _differ(known: npt.NDArray[Any], labels: npt.NDArray[np.int64]) -> bool:
+    """True if some class that a ledger knows is another one."""
+    return bool(((known >= 0) & (known != labels)).any())
+
+
+def _say_trouble(event: Event) -> None:
     if event["kind"] == "warning":
         say(f"warning: {event['text']}")
+    elif event["kind"] == "broken":
+        say(f"warning: image {event['name']!r} is broken and another stands in for it: {event['reason']}.")
 
 
 def _ignore_interrupts(worker: int) -> None:

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from salience.images.glyphs import Glyphs, render
+from salience.app.glyphs import Glyphs, render
+from salience.app.models import build
 from salience.loader import Loader
-from salience.models import build
 from salience.report.console import Bars, bars, say, table
 from salience.schedule import one_cycle
 

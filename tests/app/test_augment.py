@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from salience.app.augment import crop_flip, normalise
 from salience.errors import ConfigError
-from salience.images.augment import crop_flip, normalise
 
 
 @pytest.fixture

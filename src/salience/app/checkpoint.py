@@ -6,14 +6,18 @@
     out/names.npz      the file of every sample, likewise
     out/copies.npz     near-copies, where they were looked for
     out/run.jsonl      the event log
+    out/lock           the number of the process that writes here now; gone when it ends
 
 A checkpoint is read with `weights_only=True` alone: loading one from a stranger runs no code of theirs.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +30,7 @@ from salience.errors import StateError
 from salience.files import atomic, read_npz, write_npz
 
 LAST, PREVIOUS, PART, DAMAGED = "last.pt", "previous.pt", "last.pt.part", "last.pt.damaged"
-LEDGER, LOG, NAMES, COPIES = "ledger.npz", "run.jsonl", "names.npz", "copies.npz"
+LEDGER, LOG, NAMES, COPIES, LOCK = "ledger.npz", "run.jsonl", "names.npz", "copies.npz", "lock"
 FORMAT, NAMES_FORMAT = "salience-checkpoint-1", "salience-names-1"
 SAME = ("model", "epochs", "batch_size", "lr", "weight_decay", "size", "seed")
 """Settings a run cannot change on the way; of `select`, the loader takes care."""
@@ -37,13 +41,40 @@ def exists(folder: Path) -> bool:
     return any((folder / name).exists() for name in (LAST, PREVIOUS))
 
 
-def make_folder(folder: Path) -> None:
+@contextlib.contextmanager
+def claimed(folder: Path) -> Generator[None]:
+    """Make the folder, and keep it to this process meanwhile; StateError where another one writes there.
+
+    The lock ends with the process, however that ends; loader workers do not inherit it.
+    """
+    path, there = folder / LOCK, folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as cause:
         raise StateError(
-            f"The folder {str(folder)!r} cannot be made: {cause.strerror or cause}; choose another --out."
+            f"The folder {str(folder)!r} cannot be made or written to: {cause.strerror or cause}; choose another --out."
         ) from cause
+    try:
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as cause:
+            if cause.errno in (errno.EACCES, errno.EAGAIN):
+                owner = os.read(handle, 32).decode("ascii", "replace").strip() or "not known"
+                raise StateError(
+                    f"Another run (process {owner}) is writing to {str(folder)!r}; let it end, or choose another --out."
+                ) from cause  # a file system without locks is no reason to stop
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            if not there:
+                with contextlib.suppress(OSError):  # it is not empty: the run has left something in it
+                    folder.rmdir()
+    finally:
+        os.close(handle)
 
 
 def write(folder: Path, state: Mapping[str, Any]) -> None:
