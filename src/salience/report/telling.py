@@ -30,12 +30,6 @@ from salience.report.words import count
 from salience.select.enough import Shorter, shorter
 from salience.select.findings import CopyGroup, Findings, Groups, Hard, Suspect, findings
 
-KINDS = (
-    "run", "plan", "signals", "window", "evaluated", "steered", "copies", "findings", "broken", "feed", "observed",
-    "scored", "treat", "verdict", "decision", "settings", "warning",
-)  # fmt: skip
-"""Events a report makes something of; others are counted."""
-
 T = TypeVar("T")
 
 
@@ -58,7 +52,7 @@ def tell(
     def made(kind: str, make: Callable[[Event], T]) -> list[T]:
         return [one for event in events if event["kind"] == kind and (one := _try(make, event, odd)) is not None]
 
-    run = next((event for event in reversed(events) if event["kind"] == "run"), {})
+    run = next((event.fields for event in reversed(events) if event["kind"] == "run"), dict[str, Any]())
     windows = _windows(made("plan", _planned), made("window", _ended))
     population = int(number(run.get("population"), max((w.population for w in windows), default=0)))
     said = [*_oddities(log, run, windows, len(parts) - 1, again), *notes]
@@ -91,7 +85,7 @@ def tell(
         decided=tuple(made("decision", _decided)),
         broken=_first_of_each(made("broken", _broken)),
         warnings=tuple(texts.items()),
-        notes=(*said, *_left_out(events, odd)),
+        notes=(*said, *_left_out(log, odd)),
     )
     story = replace(story, shorter=_shorter(story))
     return story if file is None else _with_files(story, file)
@@ -316,7 +310,7 @@ def _first_of_each(broken: Iterable[Broken]) -> tuple[Broken, ...]:
 # ---------------------------------------------------------------- what is odd
 
 
-def _oddities(log: Log, run: Event, windows: Sequence[Window], resumed: int, again: int) -> list[str]:
+def _oddities(log: Log, run: Mapping[str, Any], windows: Sequence[Window], resumed: int, again: int) -> list[str]:
     said: list[str] = []
     if not run:
         said.append("The log has no `run` event: its beginning is missing, and with it the settings.")
@@ -343,12 +337,12 @@ def _oddities(log: Log, run: Event, windows: Sequence[Window], resumed: int, aga
     return said
 
 
-def _left_out(events: Iterable[Event], odd: Counter[str]) -> list[str]:
-    unknown = Counter(event["kind"] for event in events if event["kind"] not in KINDS)
+def _left_out(log: Log, odd: Counter[str]) -> list[str]:
     said: list[str] = []
-    if unknown:
-        kinds = ", ".join(f"{count} {kind!r}" for kind, count in sorted(unknown.items()))
-        said.append(f"{count(unknown.total(), 'event')} of kinds this report does not know: {kinds}.")
-    if odd:
-        said.append(f"{count(odd.total(), 'event')} lacked what they should have: {', '.join(sorted(odd))}.")
+    if log.unknown:
+        kinds = ", ".join(f"{count} {kind!r}" for kind, count in sorted(log.unknown.items()))
+        said.append(f"{count(sum(log.unknown.values()), 'event')} of kinds this report does not know: {kinds}.")
+    lacking = odd + Counter(log.malformed)
+    if lacking:
+        said.append(f"{count(lacking.total(), 'event')} lacked what they should have: {', '.join(sorted(lacking))}.")
     return said

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from salience.errors import StateError
+from salience.events import CopyGroup, Findings, Hard, Suspect
 from salience.ledger import Ledger
 from salience.ledger.files import read_npz, write_npz
 from salience.select.noise import Judgement, judge
@@ -27,68 +28,6 @@ COPIES_FORMAT = "salience-copies-1"
 
 Groups = tuple[npt.NDArray[np.int32], Floats]
 """Near-copies: the group of every sample (-1: alone), int32 [n], and how alike it is to its group, float32 [n], 0 to 1."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Suspect:
-    """A label that looks wrong."""
-
-    id: int
-    label: int
-    guess: int
-    """The class the model would give it."""
-    confidence: float
-    """That the label is wrong."""
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hard:
-    """A sample that is hard and yet rightly labelled, as far as can be told."""
-
-    id: int
-    label: int
-    guess: int
-    mean_loss: float
-    confidence: float | None
-    """That the label is right; None where labels cannot be judged."""
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CopyGroup:
-    """Samples so alike that one stands for all."""
-
-    id: int
-    """The one."""
-    members: tuple[int, ...]
-    """All of them."""
-    confidence: float
-    """The similarity of the least alike."""
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Findings:
-    """Counts over all samples, and the first few of each kind."""
-
-    samples: int
-    judged: int
-    """Labels with a history to judge them by; 0 where the loss was given no logits."""
-    noise_rate: float | None
-    """The noise filter's estimate of the share of wrong labels."""
-    suspected: int
-    expected: float
-    """How many of the suspected are wrong if the confidences are right: their sum."""
-    weak: str
-    """Why none can be said to look wrong, where the model has learnt too little for that."""
-    suspects: tuple[Suspect, ...]
-    hard: tuple[Hard, ...]
-    groups: int | None
-    """Groups of near-copies; None where nobody looked for any."""
-    spare: int | None
-    """Samples that another one stands for."""
-    copies: tuple[CopyGroup, ...]
 
 
 def findings(

@@ -1,0 +1,424 @@
+"""What can happen in a run: one frozen dataclass per kind of event. Everything a report shows is in these fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from salience.events.findings import Findings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStarted:
+    """A process started a run, or resumed one."""
+
+    kind: ClassVar[str] = "run"
+    salience: str = ""
+    """Version of salience."""
+    torch: str = ""
+    """Version of PyTorch."""
+    population: int = 0
+    """Number of samples in the data set."""
+    batch_size: int = 0
+    """Samples per batch and rank."""
+    epochs: int | None = None
+    """Planned number of windows; None where the run was not told."""
+    seed: int = 0
+    """The seed all plans are derived from."""
+    world: int = 1
+    """Number of ranks."""
+    drop_last: bool = False
+    """True if an incomplete last batch is dropped."""
+    select: str | Mapping[str, Any] = "observe"
+    """The resolved selection config, or "observe" or "trace"."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FilterNote:
+    """What one filter did in one window."""
+
+    name: str
+    """Name of the filter."""
+    dropped: int = 0
+    """Samples it left out."""
+    forced: int = 0
+    """Samples it insisted on."""
+    reason: str = ""
+    """Why, in words."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowPlanned:
+    """A window was planned."""
+
+    kind: ClassVar[str] = "plan"
+    window: int
+    """Window index, starting at 0."""
+    picked: int
+    """Visits in the plan."""
+    population: int
+    """Number of samples in the data set."""
+    progress: float = 0.0
+    """Progress of the run before this window, from 0 to 1."""
+    seconds: float = 0.0
+    """Seconds spent on planning so far in this process."""
+    visited: int = 0
+    """Visits made before this window."""
+    filters: tuple[FilterNote, ...] = ()
+    """One note per filter."""
+    by_importance: tuple[float, ...] | None = None
+    """Share of the samples that was picked, by tenths of importance from the least on; None where all are equal."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSeconds:
+    """Where the seconds of a window's steps went."""
+
+    steps: int = 0
+    """Number of steps."""
+    wait: float = 0.0
+    """Seconds the loop waited for batches."""
+    copy: float = 0.0
+    """Seconds spent on copying to the device."""
+    forward: float = 0.0
+    """Seconds up to the loss."""
+    backward: float = 0.0
+    """Seconds from the loss to the next batch."""
+    work: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Seconds of the workers, by stage."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowClosed:
+    """A window ended."""
+
+    kind: ClassVar[str] = "window"
+    window: int
+    """Window index, starting at 0."""
+    batches: int
+    """Batches that were delivered."""
+    of: int
+    """Batches that were planned."""
+    finished: bool
+    """False if the loop left before the last batch."""
+    seconds: float
+    """Duration of the window."""
+    overhead: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Seconds salience has used so far in this process, by part."""
+    visited: int = 0
+    """Visits made so far."""
+    steps: StepSeconds | None = None
+    """Where the seconds went; None where no step was timed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluated:
+    """The user reported a validation result."""
+
+    kind: ClassVar[str] = "evaluated"
+    metric: float | None
+    """The result; higher is better. None where it was not finite."""
+    progress: float = 0.0
+    """Progress of the run, from 0 to 1."""
+    window: int = 0
+    """Number of windows done."""
+    visited: int = 0
+    """Visits made so far."""
+    more: Mapping[str, float | None] = field(default_factory=dict[str, float | None], metadata={"rest": True})
+    """Further figures the user reported, by name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Steered:
+    """keep = "auto" changed the share that is kept."""
+
+    kind: ClassVar[str] = "steered"
+    window: int
+    """First window with the new share."""
+    before: float = field(metadata={"json": "from"})
+    """Share kept before."""
+    after: float = field(metadata={"json": "to"})
+    """Share kept from now on."""
+    progress: float = 0.0
+    """Progress of the run at the validation result, from 0 to 1."""
+    metric: float | None = None
+    """The validation result behind the decision."""
+    mean: float | None = None
+    """Mean of the baseline at equal progress."""
+    spread: float | None = None
+    """Spread of the baseline at equal progress."""
+    low: float | None = None
+    """Lower end of the baseline's band at equal progress."""
+    reason: str = ""
+    """Why, in words."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SignalsChosen:
+    """The first batch of the attached model settled what gradient norms are made of."""
+
+    kind: ClassVar[str] = "signals"
+    text: str
+    """The choice in words."""
+    grad_norm: str = ""
+    """The kind of gradient norm."""
+    layers: tuple[str, ...] = ()
+    """Names of the layers used."""
+    of: int = 0
+    """Number of layers that could have been used."""
+    share: float | None = None
+    """Predicted operations as a share of those of the step."""
+    left_out: tuple[str, ...] = ()
+    """Other kinds of layers with trainable parameters."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplesScored:
+    """The background scorer returned results."""
+
+    kind: ClassVar[str] = "scored"
+    window: int
+    """Window whose weights were used."""
+    samples: int
+    """Number of samples scored."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopiesFound:
+    """Near-copies were looked for, and the result changed."""
+
+    kind: ClassVar[str] = "copies"
+    window: int
+    """Next window to be planned."""
+    samples: int
+    """Samples that belong to a group."""
+    groups: int
+    """Number of groups."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleBroken:
+    """A sample of a Source could not be read or decoded."""
+
+    kind: ClassVar[str] = "broken"
+    window: int
+    """Window in which it was noticed."""
+    id: int
+    """Id of the sample."""
+    name: str
+    """Name of the sample in its source."""
+    reason: str
+    """Why, in words."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeedCounted:
+    """What was read from a Source so far in this process."""
+
+    kind: ClassVar[str] = "feed"
+    window: int
+    """Window that has just ended."""
+    broken: int = 0
+    """Samples found broken."""
+    samples: int = 0
+    """Samples requested."""
+    bytes_used: int = 0
+    """Bytes of the samples that were handed on."""
+    bytes_sent: int = 0
+    """Bytes the store sent, including gaps between samples and repeated requests."""
+    requests: int = 0
+    """Requests, including repeated ones."""
+    retried: int = 0
+    """Requests repeated after an error."""
+    hedged: int = 0
+    """Second requests sent because the first was slow."""
+    cache: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Counters of the cache; empty where there is none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TreatCounted:
+    """What was done with the stages of augmentation so far."""
+
+    kind: ClassVar[str] = "treat"
+    window: int = 0
+    """Window that has just ended."""
+    treatment: str
+    """"fresh", "reuse" or "echo"."""
+    views: int = 1
+    """Views per fetched sample."""
+    split: int | None = None
+    """Stages before the kept intermediate; None where nothing is kept."""
+    frozen: tuple[str, ...] = ()
+    """Random stages whose draws are kept with the intermediate."""
+    fresh_shares: tuple[float | None, ...] = ()
+    """Least, median and largest share of a sample's visits that were fresh."""
+    costs_us: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
+    """Microseconds per call, by stage."""
+    saved_seconds: float = 0.0
+    """Seconds of the workers' time that reuse saved."""
+    visits: int = 0
+    """Visits so far."""
+    fresh: int = 0
+    """Visits that ran every stage."""
+    stored: int = 0
+    """Visits that ran every stage and kept the intermediate."""
+    reused: int = 0
+    """Visits that started from a kept intermediate."""
+    missed: int = 0
+    """Visits whose intermediate had to be made again."""
+    unfit: int = 0
+    """Intermediates that could not be kept."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeverCeiling:
+    """What one lever could gain at most."""
+
+    name: str
+    """The lever as the user writes it."""
+    exact: bool
+    """True if training stays exactly as it was."""
+    speedup: float | None
+    """Speed-up at most; None where it is unbounded."""
+    low: float | None
+    """Lower end of the bracket."""
+    high: float | None
+    """Upper end of the bracket; None where it is unbounded."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCosts:
+    """Seconds per step in steady state."""
+
+    step: float
+    """Seconds per step as the run is."""
+    wait: float
+    """Seconds per step that the accelerator waits for input."""
+    input: float
+    """Seconds per batch of the loader alone."""
+    compute: float
+    """Seconds per step of the loop alone."""
+    work: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Seconds per batch of the workers, by stage."""
+    copy: float = 0.0
+    """Seconds per step spent on copying to the device."""
+    forward: float = 0.0
+    """Seconds per step up to the loss."""
+    backward: float = 0.0
+    """Seconds per step from the loss to the next batch."""
+    workers: int = 0
+    """Number of workers."""
+    steps: int = 0
+    """Number of steps measured."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MachineUse:
+    """How busy the machine was at one moment."""
+
+    seconds: float
+    """Seconds since sampling began."""
+    cpu: float
+    """Share of all cores in use."""
+    memory: float
+    """Share of the memory in use."""
+    disk: float
+    """Bytes read and written per second."""
+    network: float
+    """Bytes received and sent per second."""
+    gpu: tuple[float, ...] = ()
+    """Share of the time each GPU was busy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BottleneckFound:
+    """It was measured what holds the run back."""
+
+    kind: ClassVar[str] = "verdict"
+    text: str
+    """The verdict in one sentence."""
+    window: int = 0
+    """Window before which it was measured."""
+    bound: str = ""
+    """"input", "compute" or "mixed"."""
+    cause: str = ""
+    """The stage behind most of it."""
+    share: float | None = None
+    """Share of that stage in what the loader does, or in compute."""
+    costs: StepCosts | None = None
+    """The measured seconds."""
+    levers: tuple[LeverCeiling, ...] = ()
+    """What could be switched on."""
+    usage: tuple[MachineUse, ...] = ()
+    """How busy the machine was over time; `salience profile` records it."""
+    notes: tuple[str, ...] = ()
+    """Remarks about the measurement."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeverDecided:
+    """`auto` tried, kept, undid or skipped a lever."""
+
+    kind: ClassVar[str] = "decision"
+    window: int
+    """First window for which it holds."""
+    lever: str
+    """The lever as the user writes it."""
+    action: str
+    """"try", "keep", "undo" or "skip"."""
+    predicted: float | None = None
+    """Predicted speed-up."""
+    measured: float | None = None
+    """Measured speed-up."""
+    interval: tuple[float | None, float | None] | None = None
+    """Confidence interval of the measured speed-up."""
+    reason: str = ""
+    """Why, in words."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SettingsChanged:
+    """The settings `auto` uses from this window on."""
+
+    kind: ClassVar[str] = "settings"
+    window: int
+    """First window with these settings."""
+    workers: int = 0
+    """Number of workers."""
+    cache: int = 0
+    """Size of the cache in bytes; 0 = none."""
+    treat: bool = False
+    """True if intermediates are reused."""
+    select: bool = False
+    """True if fewer samples are visited."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summarised:
+    """A report was asked for."""
+
+    kind: ClassVar[str] = "observed"
+    summary: Mapping[str, Any]
+    """What `summary()` returned."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Warned:
+    """Something went wrong, and training continued."""
+
+    kind: ClassVar[str] = "warning"
+    text: str
+    """The warning."""
+
+
+EventData = (
+    RunStarted | WindowPlanned | SignalsChosen | WindowClosed | Evaluated | Steered | SamplesScored | CopiesFound
+    | Findings | SampleBroken | FeedCounted | TreatCounted | BottleneckFound | LeverDecided | SettingsChanged
+    | Summarised | Warned
+)  # fmt: skip
+"""Anything an event can say."""
+
+KINDS: dict[str, type[Any]] = {one.kind: one for one in EventData.__args__}
+"""The dataclass of each kind."""
