@@ -22,8 +22,8 @@ from salience.feed.shared import BROKEN, SERIAL, WHOLE, Shared, Token
 from salience.feed.sizes import parse_bytes
 from salience.feed.source import Source
 from salience.feed.tiers import open_tiers
-from salience.ledger.exchange import Group
 from salience.plan import Plan, Shard
+from salience.ranks import Ranks
 
 LEAST_AHEAD = 64 * 1024 * 1024
 
@@ -79,7 +79,7 @@ class Feed:
         views: bool = False,
         batch_size: int,
         workers: int,
-        group: Group | None = None,
+        group: Ranks | None = None,
     ) -> None:
         self.source, self.budget = source, checked_budget(cache, source)
         self._group = group
@@ -120,7 +120,9 @@ class Feed:
         self.shared.done[self._rank] = first
         self._done = set()
         self._end = first + len(plan.shard(self._ranks[self._rank], self._world)) - len(delivered)
-        skip = [delivered] if self._group is None else [set(part) for part in self._group.of_node(sorted(delivered))]
+        skip = (
+            [delivered] if self._group is None else [set(part) for part in self._group.node_gather(sorted(delivered))]
+        )
         if self._group is not None:
             self._group.barrier()  # everybody has read what is resident before it changes
             if not self._group.leads_node:
@@ -270,12 +272,12 @@ def _limits(source: Source, budget: int, batch_size: int, workers: int, ranks: i
     return Limits(least=least, most=most, along=along), min(total, 2 * whole)
 
 
-def _shared(group: Group | None, n: int, ranks: int, capacity: int) -> Shared:
+def _shared(group: Ranks | None, n: int, ranks: int, capacity: int) -> Shared:
     """Made by the node's first rank and opened by its others."""
     if group is None:
         return Shared(n, ranks, capacity)
     mine = Shared(n, ranks, capacity) if group.leads_node else None
-    path = group.of_leader("" if mine is None else mine.token.path)
+    path = group.node_broadcast("" if mine is None else mine.token.path)
     shared = mine or Shared.open(Token(path, n, ranks, capacity))
     group.barrier()
     return shared

@@ -41,7 +41,7 @@ class Deciding(Staging):
                 self.events.emit("decision", **asdict(decision))
         if self._group is not None:
             said = [*controller.settings.numbers, float(controller.probing), float(controller.fills)]
-            *numbers, probing, fills = self._group.first(said)
+            *numbers, probing, fills = self._group.broadcast(said)
             controller.settings, controller.probing, controller.fills = Settings.of(numbers), bool(probing), bool(fills)
         if controller.settings == self._settings and self._started:
             return
@@ -90,7 +90,7 @@ class Deciding(Staging):
         if self._auto is None or self._auto.replays or self._source is None or not self._source.reader.store.far:
             return 0
         size = _roomy_cache(self._source)
-        return size if self._group is None else int(self._group.first([size])[0])
+        return size if self._group is None else int(self._group.broadcast([size])[0])
 
     @property
     def _cores(self) -> int:

@@ -66,7 +66,7 @@ class Reading(Run):
             return None
         resident, layout = self._feed.kept, self._source.layout
         if self._group is not None:  # every node has a cache of its own; plans go by that of the first
-            self._group.share(resident)
+            self._group.broadcast_array(resident)
         return Stock(resident=resident, shard=layout.shard, offset=layout.offset)
 
     def _begin_feed(self, shard: Shard) -> int | None:
@@ -117,7 +117,7 @@ class Reading(Run):
     def _agree_on_broken(self) -> None:
         """With several ranks: how many are broken on all of them. One that stopped by itself would leave the others waiting."""
         if self._group is not None and self._source is not None:
-            self._check_broken(len({i for found in self._group.of_all(sorted(self._broken)) for i in found}))
+            self._check_broken(len({i for found in self._group.gather_objects(sorted(self._broken)) for i in found}))
 
     def _check_broken(self, count: int) -> None:
         if count > self._max_broken * self.n:

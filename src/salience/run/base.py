@@ -16,8 +16,8 @@ from salience.config import SelectConfig
 from salience.events import EventLog
 from salience.ledger import Ledger, Recorder
 from salience.ledger.copies import Copies
-from salience.ledger.exchange import Group
 from salience.plan import Plan, Shard, Trace
+from salience.ranks import Ranks
 from salience.select import Pipeline
 from salience.select.findings import findings
 from salience.select.redundancy import CopySearch
@@ -56,7 +56,7 @@ class Base:
     _pipeline: Pipeline | None
     _offered: tuple[SelectConfig, Pipeline] | None
     """A selection that is not the user's and may be switched on."""
-    _group: Group | None
+    _group: Ranks | None
     _ledger: Ledger
     _recorder: Recorder
     _copies: CopySearch | None

@@ -50,7 +50,7 @@ class Run(Windows):
         self._flush()
         recent = self._recent.values
         if self._copies is not None and self._group is not None:
-            self._group.largest(self._copies.prints)
+            self._group.all_max(self._copies.prints)
         return {
             "version": STATE_VERSION,
             "population": self.n,

@@ -243,14 +243,14 @@ class Watching(Base):
             return
         with self.watch("copies"):
             if self._group is not None:
-                self._group.largest(self._copies.prints)
+                self._group.all_max(self._copies.prints)
             changed = self.rank == 0 and self._copies.look(self._ledger.label, last=last)
-            if self._group is not None and (changed := bool(self._group.first([float(changed)])[0])):
+            if self._group is not None and (changed := bool(self._group.broadcast([float(changed)])[0])):
                 found = self._copies.found or Copies(
                     group=np.empty(self.n, dtype=np.int32), similarity=np.empty(self.n, dtype=np.float32)
                 )
-                self._group.share(found.group)
-                self._group.share(found.similarity)
+                self._group.broadcast_array(found.group)
+                self._group.broadcast_array(found.similarity)
                 self._copies.found = found
         if changed and self._copies.found is not None:
             group = self._copies.found.group
@@ -308,5 +308,5 @@ class Watching(Base):
         if moved is not None:
             self.events.emit("steered", window=self.epoch, **moved)
         if self._group is not None:
-            share, inside = self._group.first(self._steering.numbers)
+            share, inside = self._group.broadcast(self._steering.numbers)
             self._steering.numbers = (share, inside)

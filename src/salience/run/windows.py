@@ -21,8 +21,9 @@ from salience.config import SelectConfig
 from salience.errors import ConfigError, StateError
 from salience.events import EventLog
 from salience.ledger import Ledger, Recorder
-from salience.ledger.exchange import current_group
+from salience.ledger.exchange import shared_ledger
 from salience.plan import Plan, Shard, Trace
+from salience.ranks import current_ranks
 from salience.report.sinks import Sink
 from salience.run.base import Batch, warn
 from salience.run.losses import Losses
@@ -74,13 +75,13 @@ class Windows(Losses):
         if seed < 0:
             raise ConfigError(f"seed is {seed}; it must be at least 0.")
         self.n, self.batch_size, self.epochs, self.seed, self.drop_last = n, batch_size, epochs, seed, drop_last
-        self._group = current_group()
+        self._group = current_ranks()
         self.rank, self.world = (self._group.rank, self._group.world) if self._group else (0, 1)
         self.events = log if isinstance(log, EventLog) else EventLog(log if self.rank == 0 else None)
         self._open_sinks(sinks, strict)
         self.watch = Stopwatch()
         self.steps = Steps()
-        self._ledger = self._group.ledger(n) if self._group else Ledger(n)
+        self._ledger = shared_ledger(self._group, n) if self._group else Ledger(n)
         if ledger is not None:
             self._warm_start(ledger if isinstance(ledger, Ledger) else ledgers.load(ledger))
         self._recorder = Recorder(self._ledger, self._group)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from salience.feed.shared import _anonymous  # pyright: ignore[reportPrivateUsage]
-from salience.ledger.exchange import Group
+from salience.ranks import Ranks
 
 HEADER = 32
 """Bytes in front of each slot: sample + 1, window, bytes, nothing."""
@@ -119,12 +119,12 @@ def _laid_out(lengths: list[int]) -> tuple[list[int], int]:
     return starts, at
 
 
-def slots_of(group: Group | None, capacity: int) -> Slots:
+def slots_of(group: Ranks | None, capacity: int) -> Slots:
     """The node's, made by its first rank and opened by the others."""
     if group is None:
         return Slots(capacity)
     mine = Slots(capacity) if group.leads_node else None
-    path = group.of_leader("" if mine is None else mine.token.path)
+    path = group.node_broadcast("" if mine is None else mine.token.path)
     slots = mine or Slots.open(Token(path, capacity))
     group.barrier()
     return slots
