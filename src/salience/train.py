@@ -31,7 +31,7 @@ from salience.images.augment import crop_flip
 from salience.images.splits import Split, open_split, pixel_statistics
 from salience.loader import Loader
 from salience.report.console import RATE, Bars, bars, say, table
-from salience.report.observed import render
+from salience.report.text import render
 from salience.run import resolve
 from salience.schedule import ProgressLR
 from salience.seeds import AUGMENT, torch_generator, torch_seed

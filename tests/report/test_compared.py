@@ -9,8 +9,7 @@ from runs import long_log
 
 from salience.report.compared import against, arms_of, compare, rows, sentences
 from salience.report.log import read_log
-from salience.report.story import Evaluation, Story
-from salience.report.telling import tell
+from salience.report.story import Result, Story, tell
 
 
 @pytest.fixture
@@ -20,8 +19,8 @@ def story(tmp_path) -> Story:
 
 def variant(story: Story, name: str, *, seed: int, metric: float, seconds: float = 2.0, share: float = 0.5) -> Story:
     """The same run as it might have ended with another seed and share."""
-    run = {**story.run, "seed": seed, "select": {"keep": {"name": "constant", "share": share}}}
-    end = (Evaluation(window=4, progress=1.0, metric=metric),)
+    run = replace(story.run, seed=seed, select={"keep": {"name": "constant", "share": share}})
+    end = (Result(window=4, progress=1.0, metric=metric),)
     return replace(story, name=name, run=run, evaluations=end, seconds=seconds)
 
 
@@ -81,7 +80,7 @@ def test_a_run_without_results_is_compared_in_the_rest(story):
 
 
 def test_runs_on_other_data_and_of_other_versions_are_doubted(story):
-    other = replace(story, name="b", run={**story.run, "population": 7, "torch": "1"})
+    other = replace(story, name="b", run=replace(story.run, population=7, torch="1"))
     assert compare([story, other]).notes == (
         "The runs are of 7 and 1,000 samples: their results do not compare.",
         "The runs were made with torch 1 and 2.",

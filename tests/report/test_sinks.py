@@ -194,7 +194,7 @@ def test_a_damaged_log_is_sent_as_far_as_it_can_be(tmp_path, capsys):
         file.write('{"kind": "plan", "window": 0}\n{"kind": "decision", "action": "keep", "measured": "much"}\n')
     log.emit("evaluated", metric=0.5, window=1, visited=7)
     assert main(["report", str(tmp_path / "x.jsonl"), "--sink", f"tensorboard:{tmp_path / 'tb'}"]) == 0
-    assert "2 events lacked what they should have" in capsys.readouterr().out
+    assert "2 events with missing or wrong fields were left out" in capsys.readouterr().out
 
 
 def test_events_without_numbers_have_no_figures():

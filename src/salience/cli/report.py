@@ -42,13 +42,16 @@ def run(args: argparse.Namespace) -> int:
 
     from salience.report.compared import against, sentences
     from salience.report.console import say
-    from salience.report.words import verdict
+    from salience.report.text import sections, verdict
 
     opened = open_run(args.path, ledger=args.ledger)
     baseline = None
     if args.baseline:
         baseline = against(opened.story, open_run(args.baseline, whole=False).story)
     say(verdict(opened.story))
+    for name, text in sections(opened.story).items():
+        if text and name != "suspects":  # the verdict has those
+            say(text)
     for difference in () if baseline is None else baseline.differences:
         say(" ".join(sentences(difference)))
     for note in (*opened.story.notes, *(baseline.notes if baseline else ())):
@@ -61,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         replayed(read_log(log_file(args.path)).events, args.sink)
         say(f"Sent to {args.sink}.")
     if not args.output:
-        say("The whole story as a page: add -o report.html")
+        say("For the whole story as a page, add -o report.html.")
         return 0
 
     from salience.report.html import page

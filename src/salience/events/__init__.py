@@ -1,7 +1,7 @@
 """Events: what happens in a run, as typed values, and the log they are written to and read from."""
 
-from salience.events.coding import decode, encode
-from salience.events.findings import CopyGroup, Findings, Hard, Suspect
+from salience.events.coding import build, decode, encode
+from salience.events.findings import ClassFinding, CopyGroup, Findings, Hard, Suspect, VisitFinding
 from salience.events.kinds import (
     KINDS,
     BottleneckFound,
@@ -33,6 +33,7 @@ __all__ = [
     "KINDS",
     "VERSION",
     "BottleneckFound",
+    "ClassFinding",
     "CopiesFound",
     "CopyGroup",
     "Evaluated",
@@ -58,9 +59,11 @@ __all__ = [
     "Summarised",
     "Suspect",
     "TreatCounted",
+    "VisitFinding",
     "Warned",
     "WindowClosed",
     "WindowPlanned",
+    "build",
     "decode",
     "encode",
     "read",

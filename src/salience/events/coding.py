@@ -10,12 +10,14 @@ import types
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, fields, is_dataclass
 from functools import cache
-from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from salience.errors import did_you_mean
 from salience.events.kinds import KINDS, EventData
+
+T = TypeVar("T")
 
 
 class Malformed(ValueError):
@@ -36,6 +38,11 @@ def decode(kind: str, given: Mapping[str, Any], *, strict: bool = False) -> Even
     if kind not in KINDS:
         raise Malformed(f"There is no event of kind {kind!r}.{did_you_mean(kind, KINDS)}")
     return cast("EventData", _object(KINDS[kind], given, kind, strict))
+
+
+def build(wanted: type[T], given: Any) -> T:
+    """Any dataclass from plain JSON values; unknown fields are ignored."""
+    return cast("T", _object(wanted, given, wanted.__name__, strict=False))
 
 
 def plain(value: Any) -> Any:

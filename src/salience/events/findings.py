@@ -20,6 +20,12 @@ class Suspect:
     """Probability that the label is wrong, from 0 to 1."""
     reason: str
     """Why, in words."""
+    guess_p: float | None = None
+    """Mean probability the model gives that class."""
+    right: int | None = None
+    """Visits at which the model gave the label."""
+    seen: int | None = None
+    """Visits of the sample."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +61,48 @@ class CopyGroup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ClassFinding:
+    """One class: its share of the data, what it was given, and how well it was learnt."""
+
+    label: int
+    """Index of the class."""
+    samples: int
+    """Number of samples."""
+    share: float
+    """Its share of the samples that have a class."""
+    visits: float | None = None
+    """Its share of the visits that went into a gradient; None before there were any."""
+    mean_loss: float | None = None
+    """Mean over its samples of their mean loss; None where it is unknown."""
+    accuracy: float | None = None
+    """Share of its samples that were classified correctly at their last visit in training; None where it is unknown."""
+    reason: str = ""
+    """Why its share of the visits differs from its share of the samples; empty where it does not by much."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisitFinding:
+    """How often samples were trained on, and how hard they are."""
+
+    counted: bool
+    """False if the ledger was started from another run, so that its visits are not those of this run alone."""
+    always: int
+    """Samples trained on in every window."""
+    sometimes: int
+    """Samples trained on in some windows."""
+    never: int
+    """Samples trained on in no window."""
+    times: tuple[tuple[int, int, int], ...]
+    """Histogram of visits: (from, to, samples trained on that often)."""
+    loss_edges: tuple[float, ...] = ()
+    """Edges of the histogram of the mean loss, evenly spaced in its logarithm."""
+    often: tuple[int, ...] = ()
+    """Samples between the edges that were trained on in more than half of the windows."""
+    seldom: tuple[int, ...] = ()
+    """Samples between the edges that were trained on in half of the windows or fewer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Findings:
     """Counts over all samples, and the first few of each kind."""
 
@@ -81,3 +129,11 @@ class Findings:
     """Samples that another one of their group can represent; None where nobody looked."""
     copies: tuple[CopyGroup, ...]
     """Groups of near-copies, largest first."""
+    class_count: int = 0
+    """Number of classes in the data set."""
+    classes: tuple[ClassFinding, ...] = ()
+    """The classes in order; of very many, the hardest."""
+    visits: VisitFinding | None = None
+    """How often samples were trained on; None where the number of windows is unknown."""
+    not_finite: int = 0
+    """Losses that were NaN or infinite."""

@@ -286,6 +286,8 @@ class LeverCeiling:
     """Lower end of the bracket."""
     high: float | None
     """Upper end of the bracket; None where it is unbounded."""
+    worth: bool = True
+    """False if it promises too little to be worth trying."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from salience.report.story import Story
-from salience.report.words import count, metric
+from salience.report.text import metric
+from salience.report.words import count
 from salience.stats import Interval, paired_interval
 
 NOT_SETTINGS = ("seed", "out", "resume", "salience", "torch", "workers", "device", "checkpoint_every")
@@ -74,7 +75,7 @@ def arms_of(stories: Sequence[Story]) -> tuple[Arm, ...]:
     """Runs put together that differ in nothing but the seed, in the order they came."""
     groups: dict[str, list[Story]] = {}
     for story in stories:
-        settings = {**story.settings, **story.run}
+        settings = story.all_settings
         key = json.dumps({k: v for k, v in settings.items() if k not in NOT_SETTINGS}, sort_keys=True, default=str)
         groups.setdefault(key, []).append(story)
     names = [_name(group) for group in groups.values()]
@@ -122,20 +123,20 @@ def _by_seed(arm: Arm, value: Callable[[Story], float | None]) -> dict[int, floa
     for story in arm.stories:
         one = value(story)
         if one is not None:
-            found.setdefault(story.seed, []).append(one)
+            found.setdefault(story.run.seed, []).append(one)
     return {seed: statistics.fmean(values) for seed, values in found.items()}
 
 
 def _doubts(stories: Sequence[Story]) -> list[str]:
     """Why some of it may not compare."""
     said: list[str] = []
-    sizes = sorted({int(story.run["population"]) for story in stories if isinstance(story.run.get("population"), int)})
+    sizes = sorted({story.run.population for story in stories if story.run.population})
     if len(sizes) > 1:
         said.append(
             f"The runs are of {' and '.join(f'{size:,}' for size in sizes)} samples: their results do not compare."
         )
     for key in ("salience", "torch"):
-        versions = sorted({str(story.run[key]) for story in stories if key in story.run})
+        versions = sorted({getattr(story.run, key) for story in stories if getattr(story.run, key)})
         if len(versions) > 1:
             said.append(f"The runs were made with {key} {' and '.join(versions)}.")
     said += [f"{story.name}: {note}" for story in stories for note in story.notes if "not finished" in note]
@@ -152,7 +153,7 @@ def rows(comparison: Comparison) -> list[tuple[str, ...]]:
     """A row for each run, under HEAD."""
     return [
         (
-            story.name, str(story.seed), story.arm, metric(story, story.metric), metric(story, story.best),
+            story.name, str(story.run.seed), story.arm, metric(story, story.metric), metric(story, story.best),
             f"{story.visits:,}", f"{story.share:.0%}", f"{story.seconds:.1f}", f"{story.own:.1%}",
         )
         for story in comparison.stories
@@ -177,7 +178,7 @@ def _result(difference: Difference) -> str:
     if found is None:
         return "No validation result of both; accuracy cannot be compared."
     stories = (*difference.arm.stories, *difference.against.stories)
-    shares = all(0 <= one.metric <= 1 for story in stories for one in story.evaluations)
+    shares = all(story.in_shares for story in stories)
     name = "Accuracy" if all(story.measure == "accuracy" for story in stories) else "Result"
 
     def form(value: float) -> str:

@@ -16,11 +16,12 @@ from typing import Any
 
 from salience._version import __version__
 from salience.errors import MissingExtra
-from salience.feed.told import size
+from salience.events import LeverDecided
 from salience.report import words
 from salience.report.charts import Chart, Series, bars, columns, lines
 from salience.report.compared import HEAD, Arm, Comparison, rows, sentences
-from salience.report.story import GROUPS, HARDEST, MEMBERS, SUSPECTS, Decided, Evaluation, Story
+from salience.report.story import GROUPS, HARDEST, MEMBERS, SUSPECTS, Result, Story
+from salience.report.text import metric, sections, verdict
 
 CLASSES = 20
 """Classes shown in a chart; of more, the most uneven."""
@@ -36,16 +37,16 @@ def page(story: Story, *, pictures: Pictures | None = None, baseline: Comparison
     return _render(
         "report.html",
         story=story,
-        verdict=words.verdict(story),
+        verdict=verdict(story),
+        said=sections(story),
         tiles=_tiles(story),
         baseline=baseline,
         compared=[] if baseline is None else [sentences(one) for one in baseline.differences],
         head=HEAD,
         rows=[] if baseline is None else rows(baseline),
         results=[one for one in (_results(story, baseline), _seconds(story)) if one is not None],
-        waiting=words.waiting(story),
         timeline=[one for one in (_timeline(story), _work(story)) if one is not None],
-        decided=[_decision(one) for one in story.decided],
+        decided=[_decision(one) for one in story.decisions],
         selected=[
             one
             for one in (_kept(story), _by_importance(story), _times(story), _losses(story), _balance(story))
@@ -95,8 +96,7 @@ def _render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"percent": words.percent, "seconds": words.seconds, "size": size}
-    return environment.get_template(template).render(version=__version__, **values)
+    return environment.get_template(template).render(version=__version__, words=words, **values)
 
 
 # ---------------------------------------------------------------- figures at the top
@@ -107,7 +107,7 @@ def _tiles(story: Story) -> list[tuple[str, str, str]]:
     tiles: list[tuple[str, str, str]] = []
     if story.metric is not None:
         name = "test accuracy" if story.measure == "accuracy" else "validation metric"
-        tiles.append((words.metric(story, story.metric), name, f"best {words.metric(story, story.best)}"))
+        tiles.append((metric(story, story.metric), name, f"best {metric(story, story.best)}"))
     tiles.append((f"{story.share:.0%}", "of all visits", f"{story.visits:,} of {story.full:,}"))
     tiles.append((words.seconds(story.seconds), "training", "without evaluation"))
     tiles.append((f"{story.own:.1%}", "salience's own", words.seconds(sum(story.overhead.values()))))
@@ -143,26 +143,25 @@ def _results(story: Story, baseline: Comparison | None) -> Chart | None:
 
 
 def _metric_form(story: Story) -> Callable[[float], str]:
-    shares = all(0 <= one.metric <= 1 for one in story.evaluations)
-    return words.percent if shares else words.short
+    return words.percent if story.in_shares else words.short
 
 
 def _seconds(story: Story) -> Chart | None:
-    done = [window for window in story.windows if window.of]
+    done = [window for window in story.windows if window.end is not None and window.end.of]
     if not done:
         return None
     parts = [Series(name="seconds", values=[window.seconds for window in done])]
     return columns(
-        "Seconds an epoch", [str(w.number + 1) for w in done], parts, x_label="epoch", form=lambda v: f"{v:.3g} s"
+        "Seconds per epoch", [str(w.number + 1) for w in done], parts, x_label="epoch", form=lambda v: f"{v:.3g} s"
     )
 
 
 def _timeline(story: Story) -> Chart | None:
     """Seconds of every epoch by what the loop did in them."""
-    done = [window for window in story.windows if window.spent is not None]
+    done = [window for window in story.windows if window.steps is not None]
     if not done:
         return None
-    spent = [window.spent for window in done if window.spent is not None]
+    spent = [window.steps for window in done if window.steps is not None]
     rest = [max(0.0, w.seconds - s.wait - s.copy - s.forward - s.backward) for w, s in zip(done, spent, strict=True)]
     copies = [one.copy for one in spent]
     series = [
@@ -185,28 +184,30 @@ def _work(story: Story) -> Chart | None:
     return bars("Seconds of the workers", names, values, form=words.seconds, what="stage")
 
 
-def _decision(one: Decided) -> tuple[str, str, str, str, str, str]:
+def _decision(one: LeverDecided) -> tuple[str, str, str, str, str, str]:
     """A row: epoch, lever, what was done, predicted, measured with its interval, why."""
     measured = "" if one.measured is None else f"{one.measured:.2f}x"
     predicted = "" if one.predicted is None else f"{one.predicted:.2f}x"
-    if one.interval is not None:
-        ends = f" ({one.interval[0]:.2f} to {min(one.interval[1], 99.0):.2f})"
+    low, high = one.interval or (None, None)
+    if low is not None and high is not None:
+        ends = f" ({low:.2f} to {min(high, 99.0):.2f})"
         measured, predicted = (measured + ends, predicted) if measured else (measured, predicted + ends)
     return str(one.window + 1), one.lever, one.action, predicted, measured, one.reason
 
 
 def _by_importance(story: Story) -> Chart | None:
     """What was picked of the least and of the most important samples, over time."""
-    done = [window for window in story.windows if len(window.by_importance) == 10]
-    if not done or all(share == 1 for window in done for share in window.by_importance):
+    done = [(w.number + 1.0, w.plan.by_importance) for w in story.windows if w.plan.by_importance is not None]
+    done = [(number, shares) for number, shares in done if len(shares) == 10]
+    if not done or all(share == 1 for _, shares in done for share in shares):
         return None
     groups = (("least important tenth", 0, 1), ("middle", 4, 6), ("most important tenth", 9, 10))
     series = [
-        Series(name=name, values=[sum(w.by_importance[low:high]) / (high - low) for w in done])
+        Series(name=name, values=[sum(shares[low:high]) / (high - low) for _, shares in done])
         for name, low, high in groups
     ]
     return lines(
-        "Share visited, by importance", [w.number + 1.0 for w in done], series, x_label="epoch", form=words.percent,
+        "Share visited, by importance", [number for number, _ in done], series, x_label="epoch", form=words.percent,
         least=0.0,
     )  # fmt: skip
 
@@ -214,7 +215,7 @@ def _by_importance(story: Story) -> Chart | None:
 def _kept(story: Story) -> Chart | None:
     if not story.windows or not story.selects:
         return None
-    shares = [w.picked / w.population if w.population else None for w in story.windows]
+    shares = [w.plan.picked / w.population if w.population else None for w in story.windows]
     return columns(
         "Share of the samples that was visited", [str(w.number + 1) for w in story.windows],
         [Series(name="visited", values=shares)], x_label="epoch", form=words.percent,
@@ -222,7 +223,7 @@ def _kept(story: Story) -> Chart | None:
 
 
 def _times(story: Story) -> Chart | None:
-    known = story.known
+    known = None if story.findings is None else story.findings.visits
     if known is None or not known.counted or not story.selects:
         return None
     names = [str(low) if low == high else f"{low} to {high}" for low, high, _ in known.times]
@@ -234,17 +235,19 @@ def _times(story: Story) -> Chart | None:
 
 
 def _losses(story: Story) -> Chart | None:
-    known = story.known
-    if known is None or not known.edges:
+    known = None if story.findings is None else story.findings.visits
+    if known is None or not known.loss_edges:
         return None
-    names = [f"{low:.2g} to {high:.2g}" for low, high in zip(known.edges, known.edges[1:], strict=False)]
+    names = [f"{low:.2g} to {high:.2g}" for low, high in zip(known.loss_edges, known.loss_edges[1:], strict=False)]
     if story.selects and known.counted:
-        parts = zip(("in more than half of the epochs", "in half or fewer"), known.losses, strict=True)
+        parts = zip(("in more than half of the epochs", "in half or fewer"), (known.often, known.seldom), strict=True)
         series = [Series(name=name, values=values) for name, values in parts if any(values)]
     else:
-        series = [Series(name="samples", values=[sum(column) for column in zip(*known.losses, strict=True)])]
-    every = (len(known.edges) - 1) // 4
-    feet = [(float(i), f"{known.edges[i]:.2g}") for i in range(0, len(known.edges), every)]
+        series = [
+            Series(name="samples", values=[sum(column) for column in zip(known.often, known.seldom, strict=True)])
+        ]
+    every = (len(known.loss_edges) - 1) // 4
+    feet = [(float(i), f"{known.loss_edges[i]:.2g}") for i in range(0, len(known.loss_edges), every)]
     return columns(
         "Importance: the samples by mean loss", names, series, x_label="mean loss", form=words.short, feet=feet,
         note="Easy on the left, hard on the right; what importance is made of.",
@@ -252,14 +255,14 @@ def _losses(story: Story) -> Chart | None:
 
 
 def _balance(story: Story) -> Chart | None:
-    known = story.known
-    if known is None or not known.classes or not story.selects:
+    found = story.findings
+    if found is None or not found.classes or not story.selects:
         return None
-    shown = [one for one in known.classes if one.visits is not None]
+    shown = [one for one in found.classes if one.visits is not None]
     note = ""
     if len(shown) > CLASSES:
         shown = sorted(shown, key=lambda one: abs((one.visits or 0.0) / one.share - 1), reverse=True)[:CLASSES]
-        note = f"The {CLASSES} most uneven of {len(known.classes)} classes."
+        note = f"The {CLASSES} most uneven of {found.class_count:,} classes."
     return bars(
         "Class balance before and after",
         [story.class_name(one.label) for one in shown],
@@ -275,9 +278,9 @@ def _balance(story: Story) -> Chart | None:
 
 def _dropped(story: Story) -> Chart | None:
     """What every filter left out, window by window."""
-    names = list(dict.fromkeys(note.name for window in story.windows for note in window.notes))
+    names = list(dict.fromkeys(note.name for window in story.windows for note in window.plan.filters))
     series = [
-        Series(name=name, values=[sum(n.dropped for n in w.notes if n.name == name) for w in story.windows])
+        Series(name=name, values=[sum(n.dropped for n in w.plan.filters if n.name == name) for w in story.windows])
         for name in names
     ]
     series = [one for one in series if any(one.values)]
@@ -293,10 +296,10 @@ def _dropped(story: Story) -> Chart | None:
 def _reasons(story: Story) -> list[tuple[str, str, int, int, str]]:
     """(filter, epochs, most dropped, most forced, reason): neighbours with the same reason, numbers aside, in one row."""
     found: list[tuple[str, str, int, int, str]] = []
-    for name in dict.fromkeys(note.name for window in story.windows for note in window.notes):
+    for name in dict.fromkeys(note.name for window in story.windows for note in window.plan.filters):
         run: list[tuple[int, Any]] = []
         for window in story.windows:
-            for note in (n for n in window.notes if n.name == name):
+            for note in (n for n in window.plan.filters if n.name == name):
                 if run and _wordless(run[-1][1].reason) != _wordless(note.reason):
                     found.append(_row(name, run))
                     run = []
@@ -324,18 +327,18 @@ def _bytes(story: Story) -> Chart | None:
     names = ("without a cache", "with LRU", "with one that never evicts", "this run", "the least possible")
     keys = ("bytes", "lru_bytes", "never_evict_bytes", "bytes_sent", "bound_bytes")
     values = [float(feed.get(f"cache_{key}", 0)) for key in keys]
-    return bars("Bytes the store sent", names, [Series(name="bytes", values=values)], form=size, what="cache")
+    return bars("Bytes the store sent", names, [Series(name="bytes", values=values)], form=words.size, what="cache")
 
 
 def _stages(story: Story) -> Chart | None:
-    if story.treated is None or not story.treated.costs:
+    costs = {} if story.treated is None else {k: v for k, v in story.treated.costs_us.items() if v is not None}
+    if not costs:
         return None
-    costs = story.treated.costs
     values = [Series(name="microseconds", values=list(costs.values()))]
-    return bars("Microseconds a call", list(costs), values, form=lambda v: f"{v:,.0f} µs", what="stage")
+    return bars("Microseconds per call", list(costs), values, form=lambda v: f"{v:,.0f} µs", what="stage")
 
 
-def _visits_at(story: Story, one: Evaluation) -> float:
+def _visits_at(story: Story, one: Result) -> float:
     return float(sum(window.visits for window in story.windows if window.number < one.window))
 
 
@@ -375,7 +378,7 @@ def _means(arms: Sequence[Arm]) -> list[Chart]:
 
 def _settings(story: Story) -> list[tuple[str, str]]:
     """Everything that was set, `select` as JSON."""
-    both = {**story.settings, **story.run}
+    both = story.all_settings
     return [
         (key, value if isinstance(value, str) else json.dumps(value, indent=1 if isinstance(value, dict) else None))
         for key, value in both.items()

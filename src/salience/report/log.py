@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from salience.errors import StateError
 from salience.events import Event, Fault, scan
@@ -63,8 +62,3 @@ def read_log(path: Path) -> Log:
         path=path, events=tuple(events), torn=faults["torn"], cut=cut, newer=faults["newer"], unknown=unknown,
         malformed=malformed,
     )  # fmt: skip
-
-
-def number(value: Any, default: float) -> float:
-    """`value` where it is a number."""
-    return value if isinstance(value, (int, float)) else default

@@ -1,133 +1,94 @@
-"""A run as a story: the values that hold everything its report shows. `telling` makes them from the event log."""
+"""A run as a story: what its event log says, put together. What cannot be understood is left out, counted and said."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from salience.report.known import Known
-from salience.report.log import number
-from salience.select import PRESETS, preset
-from salience.select.enough import Shorter
-from salience.select.findings import Findings, class_name
+from salience._version import __version__
+from salience.curves import Shorter, shorter
+from salience.events import (
+    BottleneckFound,
+    Evaluated,
+    Event,
+    EventData,
+    FeedCounted,
+    Findings,
+    LeverDecided,
+    RunStarted,
+    SampleBroken,
+    SamplesScored,
+    SignalsChosen,
+    Steered,
+    StepSeconds,
+    Summarised,
+    TreatCounted,
+    Warned,
+    WindowClosed,
+    WindowPlanned,
+    encode,
+)
+from salience.report.log import Log
+from salience.report.words import class_name, count
 
 SUSPECTS, HARDEST, GROUPS, MEMBERS = 24, 12, 6, 4
-"""Samples of each kind that are shown, and of every group of copies: 60 pictures at the most."""
+"""Samples of each kind that are shown, and of every group of copies: 60 pictures at most."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Note:
-    """What a filter did in one window."""
-
-    name: str
-    dropped: int
-    forced: int
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spent:
-    """Where the seconds of a window's steps went."""
-
-    wait: float
-    copy: float
-    forward: float
-    backward: float
-    work: Mapping[str, float]
-    """Of the workers, by stage."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """One window as planned and as far as it was done."""
+    """One window as planned, and as far as it got."""
 
-    number: int
-    picked: int
-    population: int
-    notes: tuple[Note, ...] = ()
-    batches: int = 0
-    of: int = 0
-    finished: bool = False
-    seconds: float = 0.0
-    spent: Spent | None = None
-    by_importance: tuple[float, ...] = ()
-    """Share of the samples that was picked, by tenths of importance."""
+    plan: WindowPlanned
+    """The plan."""
+    end: WindowClosed | None = None
+    """How it ended; None where the log ends before."""
+
+    @property
+    def number(self) -> int:
+        return self.plan.window
+
+    @property
+    def population(self) -> int:
+        return self.plan.population
 
     @property
     def done(self) -> float:
-        return self.batches / self.of if self.of else 0.0
+        """Share of the batches that were delivered."""
+        return self.end.batches / self.end.of if self.end is not None and self.end.of else 0.0
+
+    @property
+    def finished(self) -> bool:
+        return self.end is not None and self.end.finished
+
+    @property
+    def seconds(self) -> float:
+        return 0.0 if self.end is None else self.end.seconds
+
+    @property
+    def steps(self) -> StepSeconds | None:
+        return None if self.end is None else self.end.steps
 
     @property
     def visits(self) -> int:
-        return round(self.picked * self.done)
+        return round(self.plan.picked * self.done)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Evaluation:
+class Result:
     """A validation result; higher is better."""
 
     window: int
+    """Number of windows done."""
     progress: float
+    """Progress of the run, from 0 to 1."""
     metric: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Steered:
-    """A decision: the share that is kept, moved by validation results."""
-
-    window: int
-    before: float
-    after: float
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
-    """What held the run back, as it was measured."""
-
-    window: int
-    text: str
-    levers: tuple[tuple[str, bool, float, float, float], ...]
-    """(name, whether it leaves the run as it is, speed-up at most, and its bracket)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Decided:
-    """What `auto` did about it."""
-
-    window: int
-    lever: str
-    action: str
-    predicted: float | None
-    measured: float | None
-    interval: tuple[float, float] | None
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Broken:
-    """A sample that could not be read or decoded."""
-
-    id: int
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Treated:
-    """What was done with the stages of augmentation."""
-
-    treatment: str
-    costs: Mapping[str, float]
-    """Microseconds a call, by stage."""
-    visits: int
-    reused: int
-    """Visits that took up an intermediate."""
-    saved: float
-    """Seconds of workers' time."""
+    """The result."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,36 +96,47 @@ class Story:
     """Everything a report shows of one run."""
 
     name: str
+    """What the run is called."""
     started: float
     """Seconds since 1970 of the first event."""
-    run: Mapping[str, Any]
-    """The `run` event."""
+    run: RunStarted
+    """How the run was started, or resumed last."""
     settings: Mapping[str, Any]
-    """Those of `salience train`; empty for a loop of one's own."""
+    """Settings of `salience train`; empty for a loop of one's own."""
+    preset: str
+    """Name of the preset that `select` is; empty where it is none, or unknown."""
     classes: tuple[str, ...] | None
+    """Names of the classes."""
     windows: tuple[Window, ...]
-    evaluations: tuple[Evaluation, ...]
+    """All windows in order; of one that was done twice, the last."""
+    evaluations: tuple[Result, ...]
+    """All validation results in order."""
     seconds: float
-    """Of all windows, evaluation not included,"""
+    """Seconds of all windows, evaluation not included."""
     overhead: Mapping[str, float]
-    """and what salience took of them, by part."""
-    feed: Mapping[str, int]
+    """Seconds salience took for itself, by part."""
+    feed: Mapping[str, float]
     """Counts of the store and, as `cache_...`, of the cache."""
     findings: Findings | None
-    known: Known | None
+    """What was found out about the samples."""
     forecast: Mapping[str, float] | None
-    """What selection would have saved, where the run only observed."""
+    """What selection would have saved, where the run only observed and a report was asked for."""
     shorter: Shorter | None
     """What a run with as many visits on all data would have lost; None where this one selected."""
-    treated: Treated | None
+    treated: TreatCounted | None
+    """What was done with the stages of augmentation."""
     asides: tuple[str, ...]
     """What else was done beside the training."""
     steered: tuple[Steered, ...]
-    held: tuple[Held, ...]
-    decided: tuple[Decided, ...]
-    broken: tuple[Broken, ...]
+    """Changes of the share that is kept."""
+    bottlenecks: tuple[BottleneckFound, ...]
+    """What held the run back, each time it was measured."""
+    decisions: tuple[LeverDecided, ...]
+    """What `auto` did about it."""
+    broken: tuple[SampleBroken, ...]
+    """Samples that could not be read, each once."""
     warnings: tuple[tuple[str, int], ...]
-    """Each text, and how often it came."""
+    """Each warning, and how often it came."""
     notes: tuple[str, ...]
     """What is odd about the log or missing beside it."""
     files: Mapping[int, str] = field(default_factory=dict[int, str])
@@ -186,28 +158,27 @@ class Story:
     @property
     def waiting(self) -> float | None:
         """Share of the steps' time that the loop waited for batches; None where it was not measured."""
-        spent = [window.spent for window in self.windows if window.spent is not None]
+        spent = [window.steps for window in self.windows if window.steps is not None]
         total = sum(one.wait + one.copy + one.forward + one.backward for one in spent)
         return sum(one.wait for one in spent) / total if total > 0 else None
 
     @property
     def work(self) -> dict[str, float]:
         """Seconds of the workers, by stage."""
-        found: dict[str, float] = {}
+        found: Counter[str] = Counter()
         for window in self.windows:
-            for name, spent in () if window.spent is None else window.spent.work.items():
-                found[name] = found.get(name, 0.0) + spent
-        return found
+            found.update({} if window.steps is None else dict(window.steps.work))  # pyright: ignore[reportArgumentType]
+        return dict(found)
 
     @property
     def selects(self) -> bool:
-        """Whether the run was told to, or `auto` did."""
-        return self.run.get("select", "observe") != "observe" or any(w.picked < w.population for w in self.windows)
+        """True if the run was told to select, or `auto` did."""
+        return self.run.select != "observe" or any(w.plan.picked < w.population for w in self.windows)
 
     @property
     def epochs(self) -> int:
-        """Epochs the run was to have; those in the log where it was not told."""
-        return max(1, int(number(self.run.get("epochs"), len(self.windows))))
+        """Planned number of epochs; those in the log where the run was not told."""
+        return max(1, len(self.windows) if self.run.epochs is None else self.run.epochs)
 
     @property
     def arm(self) -> str:
@@ -215,12 +186,7 @@ class Story:
         given = str(self.settings.get("select") or "")
         if given:
             return Path(given).name
-        select = self.run.get("select", "observe")
-        if isinstance(select, str):
-            return select
-        same = json.dumps(select, sort_keys=True)
-        presets = {json.dumps(preset(name).to_dict(), sort_keys=True): name for name in PRESETS}
-        return presets.get(same, "custom")
+        return self.run.select if isinstance(self.run.select, str) else self.preset or "custom"
 
     @property
     def metric(self) -> float | None:
@@ -229,6 +195,11 @@ class Story:
     @property
     def best(self) -> float | None:
         return max((one.metric for one in self.evaluations), default=None)
+
+    @property
+    def in_shares(self) -> bool:
+        """True if every validation result is a share from 0 to 1."""
+        return all(0 <= one.metric <= 1 for one in self.evaluations)
 
     @property
     def measure(self) -> str:
@@ -241,8 +212,8 @@ class Story:
         return sum(self.overhead.values()) / self.seconds if self.seconds else 0.0
 
     @property
-    def seed(self) -> int:
-        return int(number(self.run.get("seed"), 0))
+    def all_settings(self) -> dict[str, Any]:
+        return {**self.settings, **encode(self.run)}
 
     def class_name(self, label: int) -> str:
         return class_name(label, self.classes)
@@ -256,3 +227,169 @@ def shown(story: Story) -> list[int]:
     ids = [one.id for one in found.suspects[:SUSPECTS]] + [one.id for one in found.hard[:HARDEST]]
     ids += [i for group in found.copies[:GROUPS] for i in group.members[:MEMBERS]]
     return list(dict.fromkeys(ids))
+
+
+# ---------------------------------------------------------------- from a log
+
+
+def tell(
+    log: Log,
+    *,
+    name: str,
+    settings: Mapping[str, Any] | None = None,
+    classes: Sequence[str] | None = None,
+    preset: str = "",
+    notes: Iterable[str] = (),
+) -> Story:
+    """The story of the last run in a log; settings, names of classes and the preset are not in the log."""
+    parts, again = _parts(log.events)
+    events = [event.data for part in parts for event in part]
+
+    def every(kind: type[T]) -> list[T]:
+        return [one for one in events if isinstance(one, kind)]
+
+    ends = every(WindowClosed)
+    runs, windows = every(RunStarted), _windows(every(WindowPlanned), ends)
+    story = Story(
+        name=name,
+        started=log.events[0].time,
+        run=runs[-1] if runs else RunStarted(),
+        settings=dict(settings or {}),
+        preset=preset,
+        classes=None if classes is None else tuple(classes),
+        windows=windows,
+        evaluations=_evaluations(parts),
+        seconds=sum(end.seconds for end in ends),
+        overhead=_added(parts, WindowClosed, lambda end: end.overhead),
+        feed=_added(parts, FeedCounted, _feed),
+        findings=next(iter(reversed(every(Findings))), None),
+        forecast=next((one for data in reversed(every(Summarised)) if (one := _forecast(data))), None),
+        shorter=None,
+        treated=next(iter(reversed(every(TreatCounted))), None),
+        asides=(*dict.fromkeys(one.text for one in every(SignalsChosen)), *_scored(every(SamplesScored))),
+        steered=tuple(every(Steered)),
+        bottlenecks=tuple(every(BottleneckFound)),
+        decisions=tuple(every(LeverDecided)),
+        broken=tuple({one.id: one for one in reversed(every(SampleBroken))}.values())[::-1],
+        warnings=tuple(Counter(one.text for one in every(Warned)).items()),
+        notes=(*_oddities(log, runs, windows, len(parts) - 1, again), *notes, *_left_out(log)),
+    )
+    return replace(story, shorter=_shorter(story))
+
+
+def _parts(events: Sequence[Event]) -> tuple[list[list[Event]], int]:
+    """The processes of the last run in the log, and how many runs there are before it.
+
+    Each process begins with a `run` event. One that plans window 0 again starts anew; any other continues where the one before
+    was stopped.
+    """
+    parts: list[list[Event]] = [[]]
+    for event in events:
+        if event.kind == "run" and any(one.kind in ("run", "plan") for one in parts[-1]):
+            parts.append([])
+        parts[-1].append(event)
+    fresh = [0] + [i for i, part in enumerate(parts) if i and _first_window(part) == 0]
+    return parts[fresh[-1] :], len(fresh) - 1
+
+
+def _first_window(part: Sequence[Event]) -> int | None:
+    return next((event.data.window for event in part if isinstance(event.data, WindowPlanned)), None)
+
+
+def _windows(plans: Sequence[WindowPlanned], ended: Sequence[WindowClosed]) -> tuple[Window, ...]:
+    """Plans and ends put together; of a window that was done twice, the last."""
+    ends = {end.window: end for end in ended}
+    both = {plan.window: Window(plan=plan, end=ends.get(plan.window)) for plan in plans}
+    return tuple(both[number] for number in sorted(both))
+
+
+def _evaluations(parts: Sequence[Sequence[Event]]) -> tuple[Result, ...]:
+    """Validation results; those a resumed process did again replace the earlier ones."""
+    found: list[Result] = []
+    for part in parts:
+        new = [
+            Result(window=one.window, progress=one.progress, metric=one.metric)
+            for one in (event.data for event in part)
+            if isinstance(one, Evaluated) and one.metric is not None
+        ]
+        if new:
+            found = [one for one in found if (one.window, one.progress) < (new[0].window, new[0].progress)]
+        found += new
+    return tuple(found)
+
+
+def _added(
+    parts: Sequence[Sequence[Event]], kind: type[T], take: Callable[[T], Mapping[str, float]]
+) -> dict[str, float]:
+    """Counts that grow over a process: the last of each process, added up."""
+    total: Counter[str] = Counter()
+    for part in parts:
+        last: list[T] = [data for event in part if isinstance(data := _data(event), kind)][-1:]
+        for one in last:
+            total.update(dict(take(one)))  # pyright: ignore[reportArgumentType]
+    return dict(total)
+
+
+def _data(event: Event) -> EventData:
+    return event.data
+
+
+def _feed(data: FeedCounted) -> dict[str, float]:
+    own = {key: value for key, value in encode(data).items() if key not in ("window", "broken", "cache")}
+    return {**own, **{f"cache_{key}": value for key, value in data.cache.items()}}
+
+
+def _forecast(data: Summarised) -> dict[str, float] | None:
+    told = data.summary.get("forecast")
+    keys = ("windows", "visits", "visits_full", "saved")
+    if not isinstance(told, Mapping):
+        return None
+    found = {key: float(told[key]) for key in keys if isinstance(told.get(key), (int, float))}  # pyright: ignore[reportUnknownMemberType,reportUnknownArgumentType]
+    return found if len(found) == len(keys) and found["windows"] >= 1 else None
+
+
+def _shorter(story: Story) -> Shorter | None:
+    """What fewer visits would have cost a run that did not select; asked about as many as selection would make."""
+    if story.selects:
+        return None
+    told = story.forecast or {"saved": 0.0, "windows": float(story.epochs)}
+    progress, metric = [one.progress for one in story.evaluations], [one.metric for one in story.evaluations]
+    return shorter(progress, metric, share=1 - told["saved"], epochs=round(told["windows"]))
+
+
+def _scored(found: Sequence[SamplesScored]) -> list[str]:
+    return [f"{sum(one.samples for one in found):,} samples were scored in the background."] if found else []
+
+
+def _oddities(
+    log: Log, runs: Sequence[RunStarted], windows: Sequence[Window], resumed: int, again: int
+) -> Iterable[str]:
+    if not runs:
+        yield "The log has no `run` event: its beginning is missing, and with it the settings."
+    elif runs[-1].salience not in ("", __version__):
+        yield f"The run was made with salience {runs[-1].salience}; this report was made with {__version__}."
+    epochs, done = runs[-1].epochs if runs else None, sum(window.finished for window in windows)
+    if log.cut:
+        yield "The log is cut off in the middle of a line, as by a crash; everything before that is shown."
+    if epochs is not None and done < epochs:
+        yield f"The run has not finished: {done} of {epochs} epochs are done."
+    if log.torn > log.cut:
+        yield f"{count(log.torn - log.cut, 'line')} of the log could not be read."
+    if log.newer:
+        yield f"{count(log.newer, 'event')} from a newer salience could not be read; upgrade salience to see everything."
+    if resumed:
+        yield f"The run was resumed {count(resumed, 'time')}; the seconds of interrupted windows are not counted."
+    if again:
+        yield f"The log holds {again + 1} runs, one after the other; this is the last. Give each run a log of its own."
+    numbers = [event.seq for event in log.events if event.seq >= 0]
+    if len(set(numbers)) < len(numbers):
+        yield "Some events have the same number: two runs wrote to this log at once, and the figures mix them."
+
+
+def _left_out(log: Log) -> Iterable[str]:
+    if log.unknown:
+        kinds = ", ".join(f"{number} {kind!r}" for kind, number in sorted(log.unknown.items()))
+        yield f"{count(sum(log.unknown.values()), 'event')} of kinds this report does not know: {kinds}."
+    if log.malformed:
+        number, kinds = sum(log.malformed.values()), ", ".join(sorted(log.malformed))
+        yield f"{count(number, 'event')} with missing or wrong fields {'was' if number == 1 else 'were'} left out: {kinds}."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from salience.ledger.copies import Copies
 from salience.plan import Plan, Shard, Trace
 from salience.ranks import Ranks
 from salience.select import Pipeline
-from salience.select.findings import findings
+from salience.select.findings import Study, study
 from salience.select.redundancy import CopySearch
 from salience.watch import Steps, Stopwatch
 
@@ -68,6 +68,8 @@ class Base:
     _visited: int
     """Visits of the windows before."""
     _delivered: set[int]
+    _study: Study | None = None
+    """What was found in the ledger when it was last looked at."""
     _span: tuple[float, float]
     """Progress at the start and at the end of the window."""
 
@@ -86,12 +88,17 @@ class Base:
             by_importance=picked_by_importance(plan),
         )  # fmt: skip
 
-    def _emit_findings(self) -> None:
+    def _studied(self) -> Study:
+        """What is found in the ledger as it is now; nothing is judged twice."""
+        near = None if self.copies is None else (self.copies.group, self.copies.similarity)
         with self.watch("findings"):
-            found = asdict(
-                findings(self._ledger, None if self.copies is None else (self.copies.group, self.copies.similarity))
-            )
-        self.events.emit("findings", **found)
+            self._study = study(self._ledger, near, windows=self.epoch, visits=self._visited, last=self._study)
+        return self._study
+
+    def _emit_findings(self) -> None:
+        before = self._study
+        if self._studied() is not before:
+            self.events.emit(self._studied().findings)
 
     def _warn(self, text: str) -> None:
         warn(self.events, text)

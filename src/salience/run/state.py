@@ -34,11 +34,12 @@ class Run(Windows):
             self._ledger, config, windows=windows, seed=self.seed, batch_size=self.batch_size * self.world,
             reference=self._opinion(), evaluations=self._evaluations,
             selected=(self.epoch, self._visited) if isinstance(self._config, SelectConfig) else None,
+            studied=self._studied(),
         )  # fmt: skip
 
     def report(self) -> str:
         """The summary as text, also written to the event log, as are the findings behind it."""
-        from salience.report.observed import render
+        from salience.report.text import render
 
         self._flush()
         self._look_for_copies(last=True)

@@ -118,18 +118,20 @@ class Pipeline:
         steered: float | None = None,
         copies: Copies | None = None,
         stock: Stock | None = None,
+        judged: Any = None,
     ) -> Plan:
         """A pure function of its arguments (and of config, reference and which plug-ins are off).
 
         `batch_size` is that of a full window over all `world` ranks.
-        `copies` is what is known of near-copies, `stock` where the bytes of the samples are.
+        `copies` is what is known of near-copies, `stock` where the bytes of the samples are, `judged` the judgement of the
+        labels where it was made for this ledger already.
         """
         for part in (*self.filters, *self.scores, self.sampler):
             if "reference" in part.card.needs and self.reference is None:
                 raise ConfigError(f"{part.kind[:-1]} {part.name!r} needs {NO_REFERENCE}.")
         clock = Clock(window=window, windows=windows, steered=steered)
         clock = replace(clock, keep=self.keep(clock))
-        view = View(ledger, clock, self.reference, copies)
+        view = View(ledger, clock, self.reference, copies, judged)
         rng = generator(seed, PLAN, window)
         sifted = self._filter(view)
         batching = self.batching(batch_size, world, drop_last)
