@@ -31,7 +31,8 @@ def open_run(given: str, *, name: str = "", ledger: str = "", whole: bool = True
     from salience import checkpoint
     from salience import ledger as ledgers
     from salience.report.log import read_log
-    from salience.report.story import shown, tell
+    from salience.report.story import shown
+    from salience.report.telling import tell
     from salience.select.findings import findings, load_copies
 
     path = Path(given)

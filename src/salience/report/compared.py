@@ -1,7 +1,7 @@
-"""Runs side by side: arms are runs with the same settings but for the seed, and are compared seed by seed.
+"""Runs side by side: arms are runs with the same settings except for the seed, and are compared seed by seed.
 
 The interval is Student's t over the differences of runs that share a seed (for times, over the logarithms of their
-ratios); what it does not separate from nothing is said to be not separated.
+ratios); a difference whose interval includes none is called not significant.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _doubts(stories: Sequence[Story]) -> list[str]:
     sizes = sorted({story.run.population for story in stories if story.run.population})
     if len(sizes) > 1:
         said.append(
-            f"The runs are of {' and '.join(f'{size:,}' for size in sizes)} samples: their results do not compare."
+            f"The runs are of {' and '.join(f'{size:,}' for size in sizes)} samples, so their results cannot be compared."
         )
     for key in ("salience", "torch"):
         versions = sorted({getattr(story.run, key) for story in stories if getattr(story.run, key)})
@@ -161,10 +161,12 @@ def rows(comparison: Comparison) -> list[tuple[str, ...]]:
 
 
 def sentences(difference: Difference) -> list[str]:
-    """What an arm did against the first one: result, visits and seconds, and what is not separated."""
+    """What an arm did against the first one: result, visits and seconds, and what is not significant."""
     one, other = difference.arm, difference.against
     if difference.seconds is None and difference.metric is None and difference.visits is None:
-        return [f"{one.name} against {other.name}: no seed is shared, or nothing was done; nothing can be paired."]
+        return [
+            f"{one.name} against {other.name}: they share no seed, or nothing was done, so nothing can be compared."
+        ]
     parts = [f"{one.name} against {other.name}:", _result(difference)]
     if difference.visits is not None:
         parts.append(f"{difference.visits.mean:.2f}x the visits.")
@@ -176,7 +178,7 @@ def sentences(difference: Difference) -> list[str]:
 def _result(difference: Difference) -> str:
     found = difference.metric
     if found is None:
-        return "No validation result of both; accuracy cannot be compared."
+        return "At least one has no validation result, so accuracy cannot be compared."
     stories = (*difference.arm.stories, *difference.against.stories)
     shares = all(story.in_shares for story in stories)
     name = "Accuracy" if all(story.measure == "accuracy" for story in stories) else "Result"
@@ -186,9 +188,9 @@ def _result(difference: Difference) -> str:
 
     text = f"{name} {form(found.mean)}{' points' if shares else ''}"
     if found.low is None or found.high is None:
-        return f"{text}; one pair of runs, so whether that is chance cannot be said."
-    text += f" (95%: {form(found.low)} to {form(found.high)}, {count(found.pairs, 'seed')})"
-    return f"{text}: {_better(found.mean)}." if found.separated(0.0) else f"{text}: not separated."
+        return f"{text}; with one pair of runs this may be chance."
+    text += f" (95% interval: {form(found.low)} to {form(found.high)}, {count(found.pairs, 'seed')})"
+    return f"{text}: {_better(found.mean)}." if found.separated(0.0) else f"{text}: not significant."
 
 
 def _better(value: float) -> str:
@@ -199,5 +201,5 @@ def _times(found: Interval) -> str:
     text = f"{found.mean:.2f}x the seconds"
     if found.low is None or found.high is None:
         return f"{text}, measured once."
-    text += f" (95%: {found.low:.2f} to {found.high:.2f})"
-    return f"{text}: {'less' if found.mean < 1 else 'more'}." if found.separated(1.0) else f"{text}: not separated."
+    text += f" (95% interval: {found.low:.2f} to {found.high:.2f})"
+    return f"{text}: {'less' if found.mean < 1 else 'more'}." if found.separated(1.0) else f"{text}: not significant."

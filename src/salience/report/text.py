@@ -116,6 +116,7 @@ def sections(story: Story) -> dict[str, str]:
         "stages": _stages(story),
         "suspects": "" if found is None else words.labels(found),
         "copies": "" if found is None else words.near_copies(found),
+        "hard": "" if found is None else words.hard(found),
         "losses": "" if found is None else words.not_finite(found.not_finite),
     }
 

@@ -175,6 +175,13 @@ def near_copies(found: Findings) -> str:
     return f"{count(found.spare, 'sample')} could be represented by a near-copy ({count(found.groups, 'group')})."
 
 
+def hard(found: Findings) -> str:
+    """What the list of hard samples is."""
+    if found.weak or not found.judged:
+        return "Labels cannot be judged in this run, so some of these may be mislabelled."
+    return "These samples are hard although their labels seem right."
+
+
 def not_finite(number: int) -> str:
     if not number:
         return ""

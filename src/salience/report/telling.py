@@ -1,0 +1,199 @@
+"""From an event log to a story: what cannot be understood is left out, counted and said."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from salience._version import __version__
+from salience.curves import Shorter, shorter
+from salience.events import (
+    BottleneckFound,
+    Evaluated,
+    Event,
+    EventData,
+    FeedCounted,
+    Findings,
+    LeverDecided,
+    RunStarted,
+    SampleBroken,
+    SamplesScored,
+    SignalsChosen,
+    Steered,
+    Summarised,
+    TreatCounted,
+    Warned,
+    WindowClosed,
+    WindowPlanned,
+    encode,
+)
+from salience.report.log import Log
+from salience.report.story import Result, Story, Window
+from salience.report.words import count
+
+T = TypeVar("T")
+
+
+def tell(
+    log: Log,
+    *,
+    name: str,
+    settings: Mapping[str, Any] | None = None,
+    classes: Sequence[str] | None = None,
+    preset: str = "",
+    notes: Iterable[str] = (),
+) -> Story:
+    """The story of the last run in a log; settings, names of classes and the preset are not in the log."""
+    parts, again = _parts(log.events)
+    events = [event.data for part in parts for event in part]
+
+    def every(kind: type[T]) -> list[T]:
+        return [one for one in events if isinstance(one, kind)]
+
+    ends = every(WindowClosed)
+    runs, windows = every(RunStarted), _windows(every(WindowPlanned), ends)
+    story = Story(
+        name=name,
+        started=log.events[0].time,
+        run=runs[-1] if runs else RunStarted(),
+        settings=dict(settings or {}),
+        preset=preset,
+        classes=None if classes is None else tuple(classes),
+        windows=windows,
+        evaluations=_evaluations(parts),
+        seconds=sum(end.seconds for end in ends),
+        overhead=_added(parts, WindowClosed, lambda end: end.overhead),
+        feed=_added(parts, FeedCounted, _feed),
+        findings=next(iter(reversed(every(Findings))), None),
+        forecast=next((one for data in reversed(every(Summarised)) if (one := _forecast(data))), None),
+        shorter=None,
+        treated=next(iter(reversed(every(TreatCounted))), None),
+        asides=(*dict.fromkeys(one.text for one in every(SignalsChosen)), *_scored(every(SamplesScored))),
+        steered=tuple(every(Steered)),
+        bottlenecks=tuple(every(BottleneckFound)),
+        decisions=tuple(every(LeverDecided)),
+        broken=tuple({one.id: one for one in reversed(every(SampleBroken))}.values())[::-1],
+        warnings=tuple(Counter(one.text for one in every(Warned)).items()),
+        notes=(*_oddities(log, runs, windows, len(parts) - 1, again), *notes, *_left_out(log)),
+    )
+    return replace(story, shorter=_shorter(story))
+
+
+def _parts(events: Sequence[Event]) -> tuple[list[list[Event]], int]:
+    """The processes of the last run in the log, and how many runs there are before it.
+
+    Each process begins with a `run` event. One that plans window 0 again starts anew; any other continues where the one before
+    was stopped.
+    """
+    parts: list[list[Event]] = [[]]
+    for event in events:
+        if event.kind == "run" and any(one.kind in ("run", "plan") for one in parts[-1]):
+            parts.append([])
+        parts[-1].append(event)
+    fresh = [0] + [i for i, part in enumerate(parts) if i and _first_window(part) == 0]
+    return parts[fresh[-1] :], len(fresh) - 1
+
+
+def _first_window(part: Sequence[Event]) -> int | None:
+    return next((event.data.window for event in part if isinstance(event.data, WindowPlanned)), None)
+
+
+def _windows(plans: Sequence[WindowPlanned], ended: Sequence[WindowClosed]) -> tuple[Window, ...]:
+    """Plans and ends put together; of a window that was done twice, the last."""
+    ends = {end.window: end for end in ended}
+    both = {plan.window: Window(plan=plan, end=ends.get(plan.window)) for plan in plans}
+    return tuple(both[number] for number in sorted(both))
+
+
+def _evaluations(parts: Sequence[Sequence[Event]]) -> tuple[Result, ...]:
+    """Validation results; those a resumed process did again replace the earlier ones."""
+    found: list[Result] = []
+    for part in parts:
+        new = [
+            Result(window=one.window, progress=one.progress, metric=one.metric)
+            for one in (event.data for event in part)
+            if isinstance(one, Evaluated) and one.metric is not None
+        ]
+        if new:
+            found = [one for one in found if (one.window, one.progress) < (new[0].window, new[0].progress)]
+        found += new
+    return tuple(found)
+
+
+def _added(
+    parts: Sequence[Sequence[Event]], kind: type[T], take: Callable[[T], Mapping[str, float]]
+) -> dict[str, float]:
+    """Counts that grow over a process: the last of each process, added up."""
+    total: Counter[str] = Counter()
+    for part in parts:
+        last: list[T] = [data for event in part if isinstance(data := _data(event), kind)][-1:]
+        for one in last:
+            total.update(dict(take(one)))  # pyright: ignore[reportArgumentType]
+    return dict(total)
+
+
+def _data(event: Event) -> EventData:
+    return event.data
+
+
+def _feed(data: FeedCounted) -> dict[str, float]:
+    own = {key: value for key, value in encode(data).items() if key not in ("window", "broken", "cache")}
+    return {**own, **{f"cache_{key}": value for key, value in data.cache.items()}}
+
+
+def _forecast(data: Summarised) -> dict[str, float] | None:
+    told = data.summary.get("forecast")
+    keys = ("windows", "visits", "visits_full", "saved")
+    if not isinstance(told, Mapping):
+        return None
+    found = {key: float(told[key]) for key in keys if isinstance(told.get(key), (int, float))}  # pyright: ignore[reportUnknownMemberType,reportUnknownArgumentType]
+    return found if len(found) == len(keys) and found["windows"] >= 1 else None
+
+
+def _shorter(story: Story) -> Shorter | None:
+    """What fewer visits would have cost a run that did not select; asked about as many as selection would make."""
+    if story.selects:
+        return None
+    told = story.forecast or {"saved": 0.0, "windows": float(story.epochs)}
+    progress, metric = [one.progress for one in story.evaluations], [one.metric for one in story.evaluations]
+    return shorter(progress, metric, share=1 - told["saved"], epochs=round(told["windows"]))
+
+
+def _scored(found: Sequence[SamplesScored]) -> list[str]:
+    return [f"{sum(one.samples for one in found):,} samples were scored in the background."] if found else []
+
+
+def _oddities(
+    log: Log, runs: Sequence[RunStarted], windows: Sequence[Window], resumed: int, again: int
+) -> Iterable[str]:
+    if not runs:
+        yield "The log has no `run` event: its beginning is missing, and with it the settings."
+    elif runs[-1].salience not in ("", __version__):
+        yield f"The run was made with salience {runs[-1].salience}; this report was made with {__version__}."
+    epochs, done = runs[-1].epochs if runs else None, sum(window.finished for window in windows)
+    if log.cut:
+        yield "The log is cut off in the middle of a line, as by a crash; everything before that is shown."
+    if epochs is not None and done < epochs:
+        yield f"The run has not finished: {done} of {epochs} epochs are done."
+    if log.torn > log.cut:
+        yield f"{count(log.torn - log.cut, 'line')} of the log could not be read."
+    if log.newer:
+        yield f"{count(log.newer, 'event')} from a newer salience could not be read; upgrade salience to see everything."
+    if resumed:
+        yield f"The run was resumed {count(resumed, 'time')}; the seconds of interrupted windows are not counted."
+    if again:
+        yield f"The log holds {again + 1} runs, one after the other; this is the last. Give each run a log of its own."
+    numbers = [event.seq for event in log.events if event.seq >= 0]
+    if len(set(numbers)) < len(numbers):
+        yield "Some events have the same number: two runs wrote to this log at once, and the figures mix them."
+
+
+def _left_out(log: Log) -> Iterable[str]:
+    if log.unknown:
+        kinds = ", ".join(f"{number} {kind!r}" for kind, number in sorted(log.unknown.items()))
+        yield f"{count(sum(log.unknown.values()), 'event')} of kinds this report does not know: {kinds}."
+    if log.malformed:
+        number, kinds = sum(log.malformed.values()), ", ".join(sorted(log.malformed))
+        yield f"{count(number, 'event')} with missing or wrong fields {'was' if number == 1 else 'were'} left out: {kinds}."
