@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import MISSING, fields
 from typing import get_type_hints
 
@@ -160,6 +161,25 @@ def test_a_scan_says_what_is_wrong_with_each_line(tmp_path):
     *faults, event = scan(path)
     assert faults == [Fault(why="unknown", kind="levitated"), Fault(why="malformed", kind="plan"), Fault(why="torn")]
     assert event.data == Warned(text="a")
+
+
+def test_a_file_that_is_no_log_is_refused_and_left_as_it_was(tmp_path):
+    (tmp_path / "photo.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    with pytest.raises(StateError, match=r"photo\.png' exists and is not an event log"):
+        EventLog(tmp_path / "photo.png")
+    assert (tmp_path / "photo.png").read_bytes() == b"\x89PNG\r\n\x1a\n"
+
+
+def test_training_continues_when_the_log_can_no_longer_be_written_and_that_is_said_once(tmp_path, caplog):
+    log = EventLog(tmp_path / "runs" / "run.jsonl")
+    log.emit(Warned(text="a"))
+    shutil.rmtree(tmp_path / "runs")
+    log.emit(Warned(text="b"))
+    log.emit(Warned(text="c"))
+    assert [event.data.text for event in log.recent] == ["a", "b", "c"]
+    assert [record.message.partition("run.jsonl'")[2] for record in caplog.records] == [
+        " can no longer be written (No such file or directory); training continues without it."
+    ]
 
 
 # ---------------------------------------------------------------- of a run

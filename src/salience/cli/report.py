@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         baseline = against(opened.story, open_run(args.baseline, whole=False).story)
     say(verdict(opened.story))
     for name, text in sections(opened.story).items():
-        if text and name not in ("suspects", "hard"):  # the verdict has the former, the page the latter
+        if text and name != "hard":  # samples are listed on the page alone
             say(text)
     for difference in () if baseline is None else baseline.differences:
         say(" ".join(sentences(difference)))

@@ -4,23 +4,16 @@ from salience.events.coding import build, decode, encode
 from salience.events.findings import ClassFinding, CopyGroup, Findings, Hard, Suspect, VisitFinding
 from salience.events.kinds import (
     KINDS,
-    BottleneckFound,
     CopiesFound,
     Evaluated,
     EventData,
     FeedCounted,
     FilterNote,
-    LeverCeiling,
-    LeverDecided,
-    MachineUse,
     RunStarted,
     SampleBroken,
     SamplesScored,
-    SettingsChanged,
     SignalsChosen,
     Steered,
-    StepCosts,
-    StepSeconds,
     Summarised,
     TreatCounted,
     Warned,
@@ -28,6 +21,15 @@ from salience.events.kinds import (
     WindowPlanned,
 )
 from salience.events.log import VERSION, Event, EventLog, Fault, read, scan
+from salience.events.timing import (
+    BottleneckFound,
+    LeverCeiling,
+    LeverDecided,
+    MachineUse,
+    SettingsChanged,
+    StepCosts,
+    StepSeconds,
+)
 
 __all__ = [
     "KINDS",

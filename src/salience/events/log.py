@@ -10,6 +10,7 @@ first line of its own and a `v` on every line; it is still read.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections import deque
@@ -82,11 +83,12 @@ class EventLog:
         self._seq = 0
         self._lock = threading.Lock()
         self._begun = False
+        self._lost = False
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.exists():  # a resumed run continues in the same file
-                self._seq = 1 + max((event.seq for event in read(self.path)), default=-1)
                 self._begun = _begins_with_version(self.path)
+                self._seq = 1 + max((event.seq for event in read(self.path)), default=-1)
                 _end_torn_line(self.path)
 
     def listen(self, listener: Callable[[Event], None]) -> None:
@@ -104,16 +106,23 @@ class EventLog:
             event = Event(seq=self._seq, time=time.time(), data=data)
             self._seq += 1
             self.recent.append(event)
-            if self.path is not None:
+            if self.path is not None and not self._lost:
                 self._write(self.path, event)
         for listener in self._listeners:
             listener(event)
         return event
 
     def _write(self, path: Path, event: Event) -> None:
+        """Append to the file. A full disk or a removed folder ends the log, not the training."""
         lines = [event.fields] if self._begun else [{"kind": "log", "v": VERSION}, event.fields]
-        with path.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(line) + "\n" for line in lines))
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write("".join(json.dumps(line) + "\n" for line in lines))
+        except OSError as cause:
+            self._lost = True
+            logging.getLogger("salience").warning(
+                f"The event log {str(path)!r} can no longer be written ({cause.strerror}); training continues without it."
+            )
         self._begun = True
 
 
@@ -187,9 +196,12 @@ def _refuse(constant: str) -> Any:
 
 
 def _begins_with_version(path: Path) -> bool:
-    """True if a log of this version can simply be continued."""
+    """True if the log is of this version and can simply be continued; a file that is no log is refused."""
     with path.open(encoding="utf-8", errors="replace") as file:
-        first = _parsed(file.readline())
+        text = file.readline(1_000_000)
+    if text.strip() and not text.startswith("{"):
+        raise StateError(f"log={str(path)!r} exists and is not an event log of salience; choose another file.")
+    first = _parsed(text)
     return first is not None and first["kind"] == "log" and first.get("v") == VERSION
 
 

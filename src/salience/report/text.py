@@ -169,7 +169,8 @@ def _found(story: Story) -> str:
     if story.broken:
         parts.append(count(len(story.broken), "broken sample"))
     said = f"Found: {words.listed(parts)}." if parts else ""
-    return " ".join(part for part in (said, "" if found.suspected else words.labels(found)) if part)
+    labels = "" if found.suspected else "Labels cannot be judged yet." if found.weak else words.labels(found)
+    return f"{said} {labels}".strip()
 
 
 def _waiting(story: Story) -> str:

@@ -177,8 +177,10 @@ def near_copies(found: Findings) -> str:
 
 def hard(found: Findings) -> str:
     """What the list of hard samples is."""
-    if found.weak or not found.judged:
-        return "Labels cannot be judged in this run, so some of these may be mislabelled."
+    if found.weak:
+        return f"{cannot_judge(found.weak)} Some of these samples may be mislabelled."
+    if not found.judged:
+        return "Labels were not judged: some of these samples may be mislabelled."
     return "These samples are hard although their labels seem right."
 
 
