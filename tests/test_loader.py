@@ -408,8 +408,8 @@ def test_the_report_says_what_could_be_saved_and_what_was_never_learnt(problem):
     text = loader.report()
     assert "Forecast" in text
     assert "Never learnt" in text
-    assert "Suspected wrong labels" not in text
-    assert [event["kind"] for event in loader.events.recent][-3:] == ["findings", "findings", "observed"]  # end, report
+    assert "wrong. Most certain first" not in text
+    assert [event["kind"] for event in loader.events.recent][-2:] == ["findings", "observed"]
 
 
 def test_a_run_that_never_calls_loss_still_trains_and_the_report_says_why_it_is_empty(problem):

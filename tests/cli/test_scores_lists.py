@@ -185,5 +185,5 @@ def test_a_trained_run_names_the_files_and_its_log_has_the_findings_once(tmp_pat
     assert all((data / row["file"]).is_file() for row in rows)
     found = [event for event in events.read(tmp_path / "out" / "run.jsonl") if event["kind"] == "findings"]
     assert len(found) == 1
-    assert [row["id"] for row in found[0]["hard"]] == [row["id"] for row in rows[:20]]
+    assert [row["id"] for row in found[0]["hard"]] == [row["id"] for row in rows[:24]]
     assert all(row["reason"] and row["confidence"] is None for row in found[0]["hard"]), "two epochs judge no label"

@@ -1,4 +1,4 @@
-"""Runs side by side: what is one arm, what is paired, and what is not separated is said."""
+"""Runs side by side: what is one arm, what is paired, and what is not significant."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from runs import long_log
 
 from salience.report.compared import against, arms_of, compare, rows, sentences
 from salience.report.log import read_log
-from salience.report.story import Evaluation, Story
+from salience.report.story import Result, Story
 from salience.report.telling import tell
 
 
@@ -20,8 +20,8 @@ def story(tmp_path) -> Story:
 
 def variant(story: Story, name: str, *, seed: int, metric: float, seconds: float = 2.0, share: float = 0.5) -> Story:
     """The same run as it might have ended with another seed and share."""
-    run = {**story.run, "seed": seed, "select": {"keep": {"name": "constant", "share": share}}}
-    end = (Evaluation(window=4, progress=1.0, metric=metric),)
+    run = replace(story.run, seed=seed, select={"keep": {"name": "constant", "share": share}})
+    end = (Result(window=4, progress=1.0, metric=metric),)
     return replace(story, name=name, run=run, evaluations=end, seconds=seconds)
 
 
@@ -41,7 +41,7 @@ def test_runs_that_differ_in_the_seed_alone_are_one_arm_with_the_name_they_share
     assert [(arm.name, len(arm.stories)) for arm in found] == [("less", 2), ("all", 2), ("other", 1)]
 
 
-def test_what_lies_apart_in_every_seed_is_separated(story):
+def test_what_differs_in_every_seed_is_significant(story):
     (found,) = compare(arms(story, [0.90, 0.80, 0.70], [0.92, 0.82, 0.721])).differences
     assert found.metric.pairs == 3
     assert found.metric.mean == pytest.approx(0.0203, abs=1e-4)  # the spread between seeds is in both, and goes out
@@ -52,37 +52,42 @@ def test_what_lies_apart_in_every_seed_is_separated(story):
     assert ": less." in said
 
 
-def test_what_chance_could_do_is_not_separated(story):
+def test_what_chance_could_do_is_not_significant(story):
     (found,) = compare(arms(story, [0.90, 0.80], [0.93, 0.79], (2.0, 2.0))).differences
     said = " ".join(sentences(found))
-    assert "2 seeds): not separated." in said
-    assert "the seconds (95%: 0.97 to 1.03): not separated." in said
+    assert "2 seeds): not significant." in said
+    assert "the seconds (95% interval: 0.97 to 1.03): not significant." in said
 
 
 def test_one_pair_has_no_interval_whatever_its_seeds(story):
     one, other = variant(story, "a", seed=0, metric=0.8), variant(story, "b", seed=7, metric=0.9)
     (found,) = against(other, one).differences
-    assert "+10.00 points; one pair of runs, so whether that is chance cannot be said." in sentences(found)[1]
+    assert "+10.00 points; with one pair of runs this may be chance." in sentences(found)[1]
 
 
 def test_arms_without_a_common_seed_are_not_paired(story):
     runs = arms(story, [0.9, 0.8], [])
     runs += [variant(story, f"less-{s}", seed=s, metric=0.9, share=0.4) for s in (5, 6)]
     (found,) = compare(runs).differences
-    assert sentences(found) == ["less against all: no seed is shared, or nothing was done; nothing can be paired."]
+    assert sentences(found) == [
+        "less against all: they share no seed, or nothing was done, so nothing can be compared."
+    ]
 
 
 def test_a_run_without_results_is_compared_in_the_rest(story):
     one = variant(story, "a", seed=0, metric=0.8)
     none = replace(variant(story, "b", seed=0, metric=0.8, share=0.3), evaluations=())
     (found,) = compare([one, none]).differences
-    assert sentences(found)[1:3] == ["No validation result of both; accuracy cannot be compared.", "1.00x the visits."]
+    assert sentences(found)[1:3] == [
+        "At least one has no validation result, so accuracy cannot be compared.",
+        "1.00x the visits.",
+    ]
     assert rows(compare([one, none]))[1][3:5] == ("-", "-")
 
 
 def test_runs_on_other_data_and_of_other_versions_are_doubted(story):
-    other = replace(story, name="b", run={**story.run, "population": 7, "torch": "1"})
+    other = replace(story, name="b", run=replace(story.run, population=7, torch="1"))
     assert compare([story, other]).notes == (
-        "The runs are of 7 and 1,000 samples: their results do not compare.",
+        "The runs are of 7 and 1,000 samples, so their results cannot be compared.",
         "The runs were made with torch 1 and 2.",
     )

@@ -21,7 +21,8 @@ from salience.report.compared import against, compare
 from salience.report.html import comparison_page, page
 from salience.report.log import read_log
 from salience.report.telling import tell
-from salience.report.words import percent, waiting
+from salience.report.text import sections
+from salience.report.words import percent
 
 from conftest import require
 
@@ -141,8 +142,8 @@ def test_without_a_verdict_the_seconds_say_where_the_time_went(folder):
     story = open_run(str(folder / "all"), whole=False).story
     assert 0 < story.waiting < 1
     assert "load" in story.work
-    assert f"The loop waited for batches {percent(story.waiting)} of its time." in waiting(story)
-    assert "Of what the workers did, load took" in waiting(story)
+    assert f"The loop spent {percent(story.waiting)} of its time waiting for batches." in sections(story)["time"]
+    assert "of the workers' time went into load." in sections(story)["time"]
 
 
 def test_reasons_that_differ_in_numbers_alone_are_one_row(tmp_path):

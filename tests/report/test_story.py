@@ -17,12 +17,12 @@ from salience.app import checkpoint
 from salience.cli.opening import open_run
 from salience.errors import StateError
 from salience.events import EventLog
-from salience.feed.sizes import size
 from salience.report.html import page
 from salience.report.log import read_log
 from salience.report.story import Story, shown
 from salience.report.telling import tell
-from salience.report.words import seconds, short, verdict
+from salience.report.text import verdict
+from salience.report.words import loss, seconds, short, size
 
 from conftest import make_model
 
@@ -41,6 +41,12 @@ def story_of(log: Path, **more) -> Story:
     return tell(read_log(log), name="run", **more)
 
 
+def add(log: Path, kind: str, **fields) -> None:
+    """A line that no EventLog would write."""
+    with log.open("a") as file:
+        file.write(json.dumps({"kind": kind, **fields}) + "\n")
+
+
 # ---------------------------------------------------------------- what happened
 
 
@@ -54,8 +60,8 @@ def test_a_run_that_observes_is_told_with_what_it_could_have_saved(observed):
     assert story.classes == tuple(sorted(NASTY))
     said = verdict(story)
     assert said.startswith(f"mlp reached a test accuracy of {story.metric:.1%}")
-    assert "Nothing was left out" in said
-    assert f"{story.forecast['saved']:.0%} fewer visits" in said
+    assert "Every sample was visited in every epoch." in said
+    assert f"({story.forecast['saved']:.0%} fewer)" in said
     assert story.notes == ()
 
 
@@ -63,17 +69,17 @@ def test_a_run_that_selects_is_told_with_what_it_selected(selected):
     story = open_run(str(selected)).story
     ledger = ledgers.load(selected / "ledger.npz")
     assert story.visits == ledger.trained.sum() < story.full == 5 * ledger.n
-    known = story.known
+    found, known = story.findings, story.findings.visits
     assert known is not None
     assert known.counted
     assert known.always == (ledger.trained >= 5).sum()
     assert known.never == (ledger.trained == 0).sum()
     assert known.always + known.sometimes + known.never == ledger.n
     assert sum(count for *_, count in known.times) == ledger.n
-    assert sum(map(sum, known.losses)) == np.isfinite(ledger.mean_loss).sum()
-    assert sum(one.samples for one in known.classes) == ledger.n
-    assert f"{story.share:.0%} of the visits" in verdict(story)
-    assert [note.name for note in story.windows[0].notes][-1] == "noise"
+    assert sum(known.often) + sum(known.seldom) == np.isfinite(ledger.mean_loss).sum()
+    assert sum(one.samples for one in found.classes) == ledger.n
+    assert f"selection made {story.visits:,} visits instead of {story.full:,}" in verdict(story)
+    assert [note.name for note in story.windows[0].plan.filters][-1] == "noise"
 
 
 def test_the_samples_shown_have_names_and_are_at_most_sixty(observed):
@@ -85,19 +91,28 @@ def test_the_samples_shown_have_names_and_are_at_most_sixty(observed):
     assert {one.id for one in story.findings.hard[:12]} <= set(ids)
 
 
-def test_the_log_alone_tells_all_but_what_is_in_the_ledger(observed):
+def test_the_log_alone_tells_all_but_names(observed):
     alone, whole = story_of(observed / "run.jsonl"), open_run(str(observed)).story
     assert (alone.visits, alone.seconds, alone.evaluations) == (whole.visits, whole.seconds, whole.evaluations)
-    assert [one.id for one in alone.findings.suspects] == [one.id for one in whole.findings.suspects[:20]]
-    assert (alone.known, alone.classes, alone.files) == (None, None, {})
+    assert alone.findings == whole.findings
+    assert (alone.classes, alone.files) == (None, {})
     assert "validation metric" in verdict(alone)
+
+
+def test_a_run_that_told_no_findings_is_told_from_its_ledger(selected, tmp_path):
+    for name in ("run.jsonl", "ledger.npz", "copies.npz"):
+        (tmp_path / name).write_bytes((selected / name).read_bytes())
+    lines = (tmp_path / "run.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "run.jsonl").write_text("".join(line for line in lines if '"kind": "findings"' not in line))
+    told, found = open_run(str(selected)).story.findings, open_run(str(tmp_path)).story.findings
+    assert found == told
 
 
 def test_counts_of_a_ledger_that_began_elsewhere_are_not_taken_for_this_runs(selected):
     warm = trained(selected.parent, "warm", epochs=2, ledger=selected)
     story = open_run(str(warm)).story
-    assert not story.known.counted
-    assert "How often samples were selected here is not known" in page(story)
+    assert not story.findings.visits.counted
+    assert "How often samples were selected in this run is not known" in page(story)
 
 
 def test_a_cache_is_told_by_its_own_counts(tmp_path):
@@ -159,7 +174,7 @@ def test_what_was_reused_of_the_augmentation_is_told(tmp_path, problem):
     treated = story_of(tmp_path / "x.jsonl").treated
     last = [event for event in events.read(tmp_path / "x.jsonl") if event["kind"] == "treat"][-1]
     assert (treated.visits, treated.reused) == (last["visits"], last["reused"])
-    assert list(treated.costs) == list(last["costs_us"])
+    assert list(treated.costs_us) == list(last["costs_us"])
     assert "<h2>Augmentation</h2>" in page(story_of(tmp_path / "x.jsonl"))
 
 
@@ -214,25 +229,29 @@ def test_of_runs_one_after_the_other_in_one_log_the_last_is_told(tmp_path, probl
         for _ in range(epochs):
             steps(loader, model)
     story = story_of(tmp_path / "x.jsonl")
-    assert (len(story.windows), story.run["epochs"]) == (2, 2)
-    assert story.notes == ("The log holds 2 runs, one after the other: this is the last. Give each its own log.",)
+    assert (len(story.windows), story.run.epochs) == (2, 2)
+    assert story.notes == (
+        "The log holds 2 runs, one after the other; this is the last. Give each run a log of its own.",
+    )
 
 
 def test_two_runs_that_wrote_one_log_at_once_are_told_apart_from_one(tmp_path):
     both = EventLog(tmp_path / "x.jsonl"), EventLog(tmp_path / "x.jsonl")
     for log in both:
         log.emit("run", salience=salience.__version__, population=3, seed=0, select="observe")
-    assert any("two runs wrote this log at once" in note for note in story_of(tmp_path / "x.jsonl").notes)
+    assert any("two runs wrote to this log at once" in note for note in story_of(tmp_path / "x.jsonl").notes)
 
 
 @pytest.mark.parametrize("interval", [[], [1.0], ["a", 2], {"low": 1}, 5])
 def test_odd_decisions_are_counted_and_left_out(tmp_path, interval):
-    log = EventLog(long_log(tmp_path / "x.jsonl", 3))
-    log.emit("decision", window=1, lever="x", action="try", reason="", interval=interval)
-    log.emit("verdict", text="so it is", levers=[{"name": "x"}])
+    long_log(tmp_path / "x.jsonl", 3)
+    add(tmp_path / "x.jsonl", "decision", window=1, lever="x", action="try", reason="", interval=interval)
+    add(tmp_path / "x.jsonl", "verdict", text="so it is", levers=[{"name": "x"}])
     story = story_of(tmp_path / "x.jsonl")
-    assert len(story.decided) == 2
-    assert any("lacked what they should have: decision, verdict" in note for note in story.notes)
+    assert len(story.decisions) == 2
+    assert any(
+        "2 events with missing or wrong fields were left out: decision, verdict." in note for note in story.notes
+    )
     assert page(story)
 
 
@@ -240,7 +259,7 @@ def test_a_profile_before_the_run_belongs_to_it(tmp_path, problem):
     EventLog(tmp_path / "x.jsonl").emit("verdict", bound="input", text="Input-bound.", levers=[])
     steps(looped(tmp_path / "x.jsonl", problem, epochs=1), make_model())
     story = story_of(tmp_path / "x.jsonl")
-    assert [one.text for one in story.held] == ["Input-bound."]
+    assert [one.text for one in story.bottlenecks] == ["Input-bound."]
     assert not any("2 runs" in note for note in story.notes)
 
 
@@ -249,7 +268,7 @@ def test_a_log_cut_off_anywhere_is_told_as_far_as_it_goes(selected, tmp_path, sh
     data = (selected / "run.jsonl").read_bytes()
     (tmp_path / "run.jsonl").write_bytes(data[: int(share * len(data))])
     cut, whole = story_of(tmp_path / "run.jsonl"), story_of(selected / "run.jsonl")
-    assert any("cut off in mid-line" in note for note in cut.notes)
+    assert any("cut off in the middle of a line" in note for note in cut.notes)
     assert cut.evaluations == whole.evaluations[: len(cut.evaluations)]
     done = sum(window.finished for window in cut.windows)
     assert cut.visits == sum(window.visits for window in whole.windows[:done])
@@ -284,22 +303,20 @@ def test_a_log_that_is_not_there_is_one_clear_sentence(tmp_path):
 def test_what_is_unknown_newer_or_lacks_something_is_left_out_and_counted(tmp_path):
     path = long_log(tmp_path / "x.jsonl", 2)
     before = story_of(path)
-    log = EventLog(path)
-    log.emit("levitated", height=3)
-    log.emit("levitated", height=4)
-    log.emit("plan", window="third")
-    log.emit("findings", suspects=[{"id": "<b>"}])
+    add(path, "levitated", height=3)
+    add(path, "levitated", height=4)
+    add(path, "plan", window="third")
+    add(path, "findings", suspects=[{"id": "<b>"}])
+    add(path, "window", v=3)
     with path.open("a") as file:
-        file.write(
-            json.dumps({"v": 2, "seq": 99, "kind": "window"}) + "\nnot json\n" + '{"kind": "window", "seconds": NaN}\n'
-        )
+        file.write('not json\n{"kind": "window", "seconds": NaN}\n')
     story = story_of(path)
     assert (story.visits, story.seconds, story.findings) == (before.visits, before.seconds, None)
     assert story.notes == (
         "2 lines of the log could not be read.",
-        "1 event of a newer salience could not be read; upgrade salience to see all.",
+        "1 event from a newer salience could not be read; upgrade salience to see everything.",
         "2 events of kinds this report does not know: 2 'levitated'.",
-        "2 events lacked what they should have: findings, plan.",
+        "2 events with missing or wrong fields were left out: findings, plan.",
     )
     assert page(story)
 
@@ -307,10 +324,10 @@ def test_what_is_unknown_newer_or_lacks_something_is_left_out_and_counted(tmp_pa
 def test_any_field_of_any_event_may_be_wrong(selected, tmp_path):
     whole = (selected / "run.jsonl").read_text().splitlines()
     junk = (None, "x", -1, 0, 10**400, [], {}, {"a": 1}, True, 0.5)
-    for event in map(json.loads, whole):
+    for event in map(json.loads, whole[1:]):
         for key in event.keys() - {"kind"}:
             value = junk[(event["seq"] + len(key)) % len(junk)]
-            others = [line for line in whole if json.loads(line)["seq"] != event["seq"]]
+            others = [line for line in whole if json.loads(line).get("seq") != event["seq"]]
             (tmp_path / "x.jsonl").write_text("\n".join([*others, json.dumps({**event, key: value}), ""]))
             verdict(story_of(tmp_path / "x.jsonl"))
     assert page(story_of(tmp_path / "x.jsonl"))
@@ -318,9 +335,9 @@ def test_any_field_of_any_event_may_be_wrong(selected, tmp_path):
 
 def test_another_version_and_a_missing_beginning_are_said(tmp_path):
     path = long_log(tmp_path / "x.jsonl", 1)
-    first, *rest = path.read_text().splitlines(keepends=True)
+    _, first, *rest = path.read_text().splitlines(keepends=True)
     path.write_text(first.replace(f'"salience": "{salience.__version__}"', '"salience": "0.0.1"') + "".join(rest))
-    assert story_of(path).notes[0].startswith("The run was made by salience 0.0.1; this report is by ")
+    assert story_of(path).notes[0].startswith("The run was made with salience 0.0.1; this report was made with ")
     path.write_text("".join(rest))
     story = story_of(path)
     assert story.notes[0].startswith("The log has no `run` event")
@@ -328,14 +345,15 @@ def test_another_version_and_a_missing_beginning_are_said(tmp_path):
 
 
 def test_a_ledger_of_other_data_is_left_out(tmp_path):
-    story = story_of(long_log(tmp_path / "x.jsonl", 1), ledger=ledgers.Ledger(7))
-    assert story.known is None
-    assert "The ledger is of 7 samples, the run of 1,000: it was left out." in story.notes
+    ledgers.save(ledgers.Ledger(7), tmp_path / "ledger.npz")
+    story = open_run(str(long_log(tmp_path / "run.jsonl", 1))).story
+    assert story.findings is None
+    assert "The ledger is of 7 samples, the run of 1,000; it was left out." in story.notes
 
 
 def test_a_run_that_has_only_begun_has_a_story(tmp_path, problem):
     looped(tmp_path / "x.jsonl", problem)
-    story = story_of(tmp_path / "x.jsonl")
+    story = open_run(str(tmp_path / "x.jsonl")).story
     assert story.arm == "default"
     assert verdict(story) == "The run has planned nothing yet."
     assert page(story)
@@ -344,3 +362,5 @@ def test_a_run_that_has_only_begun_has_a_story(tmp_path, problem):
 def test_numbers_are_written_as_people_read_them():
     assert [seconds(s) for s in (0.44, 9.96, 119.4, 200, 7300)] == ["0.4 s", "10 s", "119 s", "3 min 20 s", "2 h 2 min"]
     assert [short(v) for v in (0.25, 1500, 12_000, 3_400_000)] == ["0.25", "1,500", "12k", "3.4M"]
+    assert [loss(v) for v in (1.2345, 0.00042, None)] == ["1.23", "0.00042", "-"]
+    assert [size(v) for v in (512, 2048, 3 * 2**40)] == ["512 bytes", "2.0 KiB", "3.0 TiB"]

@@ -12,15 +12,16 @@ import torch.nn.functional as F
 import salience
 from salience.app.models import build
 from salience.errors import StateError
+from salience.events import ClassFinding
 from salience.ledger import Ledger
-from salience.report.observed import render
+from salience.report.text import render
 from salience.select.findings import (
-    balance,
     copies,
     findings,
     hardest,
     load_copies,
     save_copies,
+    study,
     suspected,
     suspects,
 )
@@ -148,6 +149,70 @@ def test_one_sample_and_a_hundred_equal_ones_do_no_harm():
         assert np.isfinite(judge(same).wrong).all()
 
 
+# ---------------------------------------------------------------- once
+
+
+@pytest.fixture
+def judged(monkeypatch) -> list[int]:
+    """Visits in the ledger each time its labels were judged; the judgement itself is real."""
+    calls: list[int] = []
+
+    def counted(history):
+        calls.append(int(history.seen.sum()))
+        return judge(history)
+
+    monkeypatch.setattr("salience.select.findings.judge", counted)
+    monkeypatch.setattr("salience.select.noise.judge", counted)
+    return calls
+
+
+def learn(selector: salience.Selector, windows: int) -> None:
+    label = torch.arange(selector.n) % 4
+    for _ in range(windows):
+        for ids, _ in selector:
+            logits = F.one_hot(label[ids], 4).float() * (1 + selector.epoch)
+            selector.loss(F.cross_entropy(logits, label[ids], reduction="none"), logits, label[ids])
+
+
+def test_labels_are_judged_once_per_run_however_often_it_is_reported_and_forecast(judged):
+    selector = salience.Selector(400, batch_size=20, epochs=6)
+    learn(selector, 6)
+    selector.report()
+    selector.summary()
+    selector.report()
+    assert judged == [2400]
+    assert [event.kind for event in selector.events.recent].count("findings") == 1
+
+
+def test_labels_are_judged_again_once_more_was_learnt(judged):
+    selector = salience.Selector(400, batch_size=20, epochs=6)
+    learn(selector, 3)
+    selector.report()
+    learn(selector, 3)
+    selector.report()
+    assert judged == [1200, 2400]
+    assert [event.kind for event in selector.events.recent].count("findings") == 2
+
+
+def test_a_study_is_kept_until_the_ledger_or_the_copies_change():
+    ledger = sample(8, label=[0, 1] * 4, mean_loss=1.0, seen=2)
+    first = study(ledger, windows=2)
+    assert study(ledger, windows=2, last=first) is first
+    near = np.array([0, 0, 1, 1, -1, -1, -1, -1], np.int32), np.ones(8, np.float32)
+    second = study(ledger, near, windows=2, last=first)
+    assert second.findings.groups == 2
+    ledger.seen[0] += 1
+    assert study(ledger, near, windows=2, last=second) is not second
+
+
+def test_of_very_many_classes_the_hardest_are_listed():
+    n = 3000
+    ledger = sample(n, label=np.arange(n), mean_loss=np.arange(n) / n, seen=1)
+    found = findings(ledger)
+    assert (found.class_count, len(found.classes)) == (n, 1000)
+    assert [one.label for one in found.classes] == list(range(2000, n))
+
+
 # ---------------------------------------------------------------- near-copies
 
 
@@ -189,13 +254,17 @@ def test_copies_survive_their_file_and_others_are_refused(tmp_path):
 # ---------------------------------------------------------------- classes
 
 
+def classes(ledger: Ledger) -> tuple[ClassFinding, ...]:
+    return findings(ledger).classes
+
+
 def test_a_class_that_got_less_than_its_share_says_why():
     easy = np.arange(10) < 5
     ledger = sample(
         10, label=np.where(easy, 0, 2), trained=np.where(easy, 1, 4), mean_loss=np.where(easy, 0.1, 1.1), seen=4
     )
-    zero, two = balance(ledger)
-    assert (zero.label, zero.samples, zero.visits) == (0, 0.5, 0.2)
+    zero, two = classes(ledger)
+    assert (zero.label, zero.samples, zero.share, zero.visits) == (0, 5, 0.5, 0.2)
     assert zero.reason == "visited 0.4x its share: mean loss 0.1 against 0.6 overall"
     assert two.reason == "visited 1.6x its share: mean loss 1.1 against 0.6 overall"
 
@@ -209,10 +278,10 @@ def test_a_class_that_lost_visits_to_suspected_labels_says_so():
     ledger.vote[:, 0], ledger.vote_p[:, 0] = truth, 0.9 + 0.05 * rng.random(n)
     ledger.confidence[wrong] = 0.01
     ledger.trained[ledger.label == 0] = 3
-    assert "of its labels look wrong against" in balance(ledger)[0].reason
+    assert "of its labels look wrong against" in classes(ledger)[0].reason
 
 
-def test_even_classes_need_no_reason_and_no_classes_no_balance():
-    assert [one.reason for one in balance(sample(4, label=[0, 0, 1, 1], trained=2, mean_loss=1.0))] == ["", ""]
-    assert [one.visits for one in balance(sample(4, label=[0, 0, 1, 1]))] == [None, None]
-    assert balance(Ledger(4)) == []
+def test_even_classes_need_no_reason_and_no_classes_no_classes():
+    assert [one.reason for one in classes(sample(4, label=[0, 0, 1, 1], trained=2, mean_loss=1.0))] == ["", ""]
+    assert [one.visits for one in classes(sample(4, label=[0, 0, 1, 1]))] == [None, None]
+    assert classes(Ledger(4)) == ()

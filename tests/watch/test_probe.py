@@ -17,11 +17,12 @@ from torch.utils.data import Dataset, TensorDataset
 import salience
 from salience.cli import main
 from salience.events import read
-from salience.report.profile import Profile, rendered
+from salience.report.profile import rendered, sparkline
 from salience.watch.model import Costs
 from salience.watch.probe import Enough, Session, profiling
+from salience.watch.profile import profiled
 from salience.watch.steps import Steps
-from salience.watch.usage import Sample, Usage, sparkline
+from salience.watch.usage import Sample, Usage
 
 from conftest import make_model, train
 
@@ -125,7 +126,7 @@ def test_copying_is_a_part_of_its_own_where_the_loop_says_so():
     assert silent.copy == 0
     assert steps.spent().copy == told.copy
     costs = Costs(step=0.02, wait=0, input=0.001, compute=0.02, work={}, copy=0.005, forward=0.01, backward=0.005)
-    assert "copy" in rendered(Profile.of(costs, cores=2, losses=True))
+    assert "copy" in rendered(profiled(costs, cores=2, losses=True))
 
 
 SCRIPT = """
@@ -162,8 +163,8 @@ def test_profile_names_what_holds_a_script_back(script, load, loop, not_bound_by
     assert done.returncode == 0, done.stderr
     assert "came to its end" not in done.stdout
     found = json.loads((tmp_path / "p.json").read_text())
-    assert done.stdout.startswith(found["verdict"]["text"])
-    assert found["verdict"]["kind"] != not_bound_by
+    assert done.stdout.startswith(found["text"])
+    assert found["bound"] != not_bound_by
     assert (found["costs"]["input"] > found["costs"]["compute"]) == (not_bound_by == "compute")
 
 
@@ -190,8 +191,8 @@ def test_a_gpu_that_is_hardly_busy_does_not_hold_the_loop_back():
     costs = Costs(step=0.01, wait=0.0001, input=0.001, compute=0.0099, work={"load": 0.001}, workers=2, steps=50)
     for busy, said in ((0.2, True), (0.9, False)):
         usage = [Sample(seconds=float(k), cpu=0.1, memory=0.1, disk=0, network=0, gpu=(busy,)) for k in range(6)]
-        made = Profile.of(costs, cores=2, losses=True, usage=usage)
-        assert made.verdict.kind == "compute"
+        made = profiled(costs, cores=2, losses=True, usage=usage)
+        assert made.bound == "compute"
         assert any("busy only 20% of the time" in note for note in made.notes) == said
 
 
@@ -206,7 +207,7 @@ def test_a_profile_goes_into_an_event_log_and_from_there_into_a_report(script, t
     assert main(["report", str(log), "-o", str(tmp_path / "report.html")]) == 0
     page = (tmp_path / "report.html").read_text()
     assert "Where the time went" in page
-    assert "stays as it is" in page
+    assert "stays exactly the same" in page
 
 
 def test_usage_looks_at_the_machine():

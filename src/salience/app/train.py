@@ -35,7 +35,7 @@ from salience.events import Event, EventLog
 from salience.feed.sizes import parse_bytes
 from salience.loader import Loader
 from salience.report.console import RATE, Bars, bars, say, table
-from salience.report.observed import render
+from salience.report.text import render
 from salience.run import resolve
 from salience.schedule import ProgressLR
 from salience.seeds import AUGMENT, torch_generator, torch_seed

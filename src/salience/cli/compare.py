@@ -1,10 +1,10 @@
-"""Set runs side by side: results, visits and seconds, with an interval where there are several seeds.
+"""Compare runs: results, visits and seconds, with an interval where there are several seeds.
 
     salience compare runs/all runs/less
     salience compare runs/all-0 runs/all-1 runs/all-2 runs/less-0 runs/less-1 runs/less-2 -o compare.html
 
-Runs with the same settings but for the seed are one arm. Each arm is set against the arm of the first run, seed by
-seed; where the interval (Student's t, 95%) does not part them, it says so.
+Runs with the same settings except for the seed are one arm. Each arm is compared with the arm of the first run, seed by
+seed; where the interval (Student's t, 95%) includes no difference, it says so.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     for difference in compared.differences:
         say(" ".join(sentences(difference)))
     if not compared.differences:
-        say("All runs have the same settings but for the seed: there is nothing to set against each other.")
+        say("All runs have the same settings except for the seed, so there is nothing to compare.")
     for note in compared.notes:
         say(f"Note: {note}")
     if args.output:

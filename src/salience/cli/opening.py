@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from salience.errors import ConfigError, StateError
+from salience.events import RunStarted
 from salience.files import write_text
 
 if TYPE_CHECKING:
@@ -29,8 +31,9 @@ def open_run(given: str, *, name: str = "", ledger: str = "", whole: bool = True
     from salience import ledger as ledgers
     from salience.app import checkpoint
     from salience.report.log import read_log
+    from salience.report.story import shown
     from salience.report.telling import tell
-    from salience.select.findings import load_copies
+    from salience.select.findings import findings, load_copies
 
     path = Path(given)
     folder = path if path.is_dir() else path.parent if path.name == checkpoint.LOG else None
@@ -51,11 +54,29 @@ def open_run(given: str, *, name: str = "", ledger: str = "", whole: bool = True
             raise
         notes.append(f"{cause} It was left out.")
     settings: dict[str, Any] = saved.get("config", {})
+    run = next((event.data for event in reversed(log.events) if isinstance(event.data, RunStarted)), RunStarted())
+    if found is not None and run.population not in (0, found.n):
+        notes.append(f"The ledger is of {found.n:,} samples, the run of {run.population:,}; it was left out.")
+        found = near = file = None
+    named = _preset(run.select) if isinstance(run.select, Mapping) else ""
     story = tell(
-        log, name=name or run_name(path), settings=settings, classes=saved.get("classes"), ledger=found, near=near,
-        file=file, notes=notes,
+        log, name=name or run_name(path), settings=settings, classes=saved.get("classes"), preset=named, notes=notes
     )  # fmt: skip
+    told = story.findings is not None and story.findings.visits is not None
+    if found is not None and (ledger or not told):  # a run that finished has told what is in its ledger
+        windows = round(sum(window.done for window in story.windows))
+        story = replace(story, findings=findings(found, near, windows=windows, visits=story.visits))
+    if file is not None:
+        story = replace(story, files={i: file(i) for i in shown(story)})
     return Opened(story=story, ledger=found, settings=settings)
+
+
+def _preset(select: Mapping[str, Any]) -> str:
+    """Name of the preset that a resolved selection is; empty where it is none."""
+    from salience.select import PRESETS, preset
+
+    same = json.dumps(select, sort_keys=True)
+    return next((name for name in PRESETS if json.dumps(preset(name).to_dict(), sort_keys=True) == same), "")
 
 
 def log_file(given: str) -> Path:

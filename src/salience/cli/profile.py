@@ -74,18 +74,17 @@ def run(args: argparse.Namespace) -> int:
             "smaller batches."
         )
     costs, steps = found
-    from salience.report.profile import Profile, rendered
+    from salience.report.profile import rendered
+    from salience.watch.profile import profiled
 
-    made = Profile.of(costs, cores=os.cpu_count() or 1, losses=steps.losses, usage=usage.samples, missing=usage.missing)
+    made = profiled(costs, cores=os.cpu_count() or 1, losses=steps.losses, usage=usage.samples, missing=usage.missing)
     say(rendered(made))
     if args.json:
         write_text(args.json, json.dumps(asdict(made), indent=1))
     if args.log:
         from salience.events import EventLog
-        from salience.watch.model import told
 
-        usage_over_time = [asdict(sample) for sample in made.usage]
-        EventLog(args.log).emit("verdict", **told(made.verdict, made.costs, made.ceilings), usage=usage_over_time)
+        EventLog(args.log).emit(made)
     return 0
 
 

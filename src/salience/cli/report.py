@@ -1,4 +1,4 @@
-"""Tell a run's story: what was trained, at what cost, what was selected and found.
+"""Report on a run: what was trained, at what cost, what was selected and found.
 
     salience report runs/train                          a few sentences
     salience report runs/train -o report.html           one self-contained page, with pictures
@@ -7,7 +7,7 @@
     salience report runs/train --sink tensorboard:runs/tb
 
 RUN is the folder of a run, or the event log of a loop of your own (the file given as log=). Pictures come from the
-data of the run where they still lie there, or from --data. A run that crashed is told as far as it came.
+data of the run where it is still there, or from --data. Of a run that crashed, everything up to the crash is reported.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def add(commands: Any) -> None:
     parser = subcommand(commands, "report", __doc__, run)
     parser.add_argument("path", metavar="RUN", help="folder of a run, or its event log")
     parser.add_argument("-o", "--output", metavar="FILE", default="", help="HTML file to write")
-    parser.add_argument("--baseline", metavar="RUN", default="", help="run to set it against")
+    parser.add_argument("--baseline", metavar="RUN", default="", help="run to compare it with")
     parser.add_argument(
         "--sink",
         metavar="SINK",
         default="",
         help="send the log's figures to tensorboard:FOLDER, wandb:PROJECT, mlflow:URI",
     )
-    parser.add_argument("--ledger", metavar="FILE", default="", help="ledger of the run, where it does not lie there")
+    parser.add_argument("--ledger", metavar="FILE", default="", help="ledger of the run, if it is not in its folder")
     parser.add_argument(
         "--data", metavar="PATH", default="", help="the run's images: folder, tar, or what a Source takes"
     )
@@ -42,13 +42,16 @@ def run(args: argparse.Namespace) -> int:
 
     from salience.report.compared import against, sentences
     from salience.report.console import say
-    from salience.report.words import verdict
+    from salience.report.text import sections, verdict
 
     opened = open_run(args.path, ledger=args.ledger)
     baseline = None
     if args.baseline:
         baseline = against(opened.story, open_run(args.baseline, whole=False).story)
     say(verdict(opened.story))
+    for name, text in sections(opened.story).items():
+        if text and name != "hard":  # samples are listed on the page alone
+            say(text)
     for difference in () if baseline is None else baseline.differences:
         say(" ".join(sentences(difference)))
     for note in (*opened.story.notes, *(baseline.notes if baseline else ())):
@@ -58,10 +61,10 @@ def run(args: argparse.Namespace) -> int:
         from salience.report.log import read_log
         from salience.report.sinks import replayed
 
-        odd = replayed(read_log(log_file(args.path)).events, args.sink)
-        say(f"Sent to {args.sink}" + (f"; {odd} events lacked what they should have." if odd else "."))
+        replayed(read_log(log_file(args.path)).events, args.sink)
+        say(f"Sent to {args.sink}.")
     if not args.output:
-        say("The whole story as a page: add -o report.html")
+        say("For the whole story as a page, add -o report.html.")
         return 0
 
     from salience.report.html import page

@@ -225,7 +225,7 @@ def show(args: argparse.Namespace) -> int:
     from salience import ledger as ledgers
     from salience.app.checkpoint import ledger_file
     from salience.report.console import say
-    from salience.report.observed import render
+    from salience.report.text import render
     from salience.select import preset
     from salience.select.summary import summarise
 

@@ -146,7 +146,7 @@ def ticks(low: float, high: float, *, count: int = 5, whole: bool = False) -> li
         high = low + (1.0 if low == 0 else abs(low))
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.9)
     step = max(1.0, step) if whole else step
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(i * step, 12) for i in range(first, last + 1)]

@@ -1,7 +1,7 @@
-"""Runs side by side: arms are runs with the same settings but for the seed, and are compared seed by seed.
+"""Runs side by side: arms are runs with the same settings except for the seed, and are compared seed by seed.
 
 The interval is Student's t over the differences of runs that share a seed (for times, over the logarithms of their
-ratios); what it does not separate from nothing is said to be not separated.
+ratios); a difference whose interval includes none is called not significant.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from salience.report.story import Story
-from salience.report.words import count, metric
+from salience.report.text import metric
+from salience.report.words import count
 from salience.stats import Interval, paired_interval
 
 NOT_SETTINGS = ("seed", "out", "resume", "salience", "torch", "workers", "device", "checkpoint_every")
@@ -74,7 +75,7 @@ def arms_of(stories: Sequence[Story]) -> tuple[Arm, ...]:
     """Runs put together that differ in nothing but the seed, in the order they came."""
     groups: dict[str, list[Story]] = {}
     for story in stories:
-        settings = {**story.settings, **story.run}
+        settings = story.all_settings
         key = json.dumps({k: v for k, v in settings.items() if k not in NOT_SETTINGS}, sort_keys=True, default=str)
         groups.setdefault(key, []).append(story)
     names = [_name(group) for group in groups.values()]
@@ -122,20 +123,20 @@ def _by_seed(arm: Arm, value: Callable[[Story], float | None]) -> dict[int, floa
     for story in arm.stories:
         one = value(story)
         if one is not None:
-            found.setdefault(story.seed, []).append(one)
+            found.setdefault(story.run.seed, []).append(one)
     return {seed: statistics.fmean(values) for seed, values in found.items()}
 
 
 def _doubts(stories: Sequence[Story]) -> list[str]:
     """Why some of it may not compare."""
     said: list[str] = []
-    sizes = sorted({int(story.run["population"]) for story in stories if isinstance(story.run.get("population"), int)})
+    sizes = sorted({story.run.population for story in stories if story.run.population})
     if len(sizes) > 1:
         said.append(
-            f"The runs are of {' and '.join(f'{size:,}' for size in sizes)} samples: their results do not compare."
+            f"The runs are of {' and '.join(f'{size:,}' for size in sizes)} samples, so their results cannot be compared."
         )
     for key in ("salience", "torch"):
-        versions = sorted({str(story.run[key]) for story in stories if key in story.run})
+        versions = sorted({getattr(story.run, key) for story in stories if getattr(story.run, key)})
         if len(versions) > 1:
             said.append(f"The runs were made with {key} {' and '.join(versions)}.")
     said += [f"{story.name}: {note}" for story in stories for note in story.notes if "not finished" in note]
@@ -152,7 +153,7 @@ def rows(comparison: Comparison) -> list[tuple[str, ...]]:
     """A row for each run, under HEAD."""
     return [
         (
-            story.name, str(story.seed), story.arm, metric(story, story.metric), metric(story, story.best),
+            story.name, str(story.run.seed), story.arm, metric(story, story.metric), metric(story, story.best),
             f"{story.visits:,}", f"{story.share:.0%}", f"{story.seconds:.1f}", f"{story.own:.1%}",
         )
         for story in comparison.stories
@@ -160,10 +161,12 @@ def rows(comparison: Comparison) -> list[tuple[str, ...]]:
 
 
 def sentences(difference: Difference) -> list[str]:
-    """What an arm did against the first one: result, visits and seconds, and what is not separated."""
+    """What an arm did against the first one: result, visits and seconds, and what is not significant."""
     one, other = difference.arm, difference.against
     if difference.seconds is None and difference.metric is None and difference.visits is None:
-        return [f"{one.name} against {other.name}: no seed is shared, or nothing was done; nothing can be paired."]
+        return [
+            f"{one.name} against {other.name}: they share no seed, or nothing was done, so nothing can be compared."
+        ]
     parts = [f"{one.name} against {other.name}:", _result(difference)]
     if difference.visits is not None:
         parts.append(f"{difference.visits.mean:.2f}x the visits.")
@@ -175,9 +178,9 @@ def sentences(difference: Difference) -> list[str]:
 def _result(difference: Difference) -> str:
     found = difference.metric
     if found is None:
-        return "No validation result of both; accuracy cannot be compared."
+        return "At least one has no validation result, so accuracy cannot be compared."
     stories = (*difference.arm.stories, *difference.against.stories)
-    shares = all(0 <= one.metric <= 1 for story in stories for one in story.evaluations)
+    shares = all(story.in_shares for story in stories)
     name = "Accuracy" if all(story.measure == "accuracy" for story in stories) else "Result"
 
     def form(value: float) -> str:
@@ -185,9 +188,9 @@ def _result(difference: Difference) -> str:
 
     text = f"{name} {form(found.mean)}{' points' if shares else ''}"
     if found.low is None or found.high is None:
-        return f"{text}; one pair of runs, so whether that is chance cannot be said."
-    text += f" (95%: {form(found.low)} to {form(found.high)}, {count(found.pairs, 'seed')})"
-    return f"{text}: {_better(found.mean)}." if found.separated(0.0) else f"{text}: not separated."
+        return f"{text}; with one pair of runs this may be chance."
+    text += f" (95% interval: {form(found.low)} to {form(found.high)}, {count(found.pairs, 'seed')})"
+    return f"{text}: {_better(found.mean)}." if found.separated(0.0) else f"{text}: not significant."
 
 
 def _better(value: float) -> str:
@@ -198,5 +201,5 @@ def _times(found: Interval) -> str:
     text = f"{found.mean:.2f}x the seconds"
     if found.low is None or found.high is None:
         return f"{text}, measured once."
-    text += f" (95%: {found.low:.2f} to {found.high:.2f})"
-    return f"{text}: {'less' if found.mean < 1 else 'more'}." if found.separated(1.0) else f"{text}: not separated."
+    text += f" (95% interval: {found.low:.2f} to {found.high:.2f})"
+    return f"{text}: {'less' if found.mean < 1 else 'more'}." if found.separated(1.0) else f"{text}: not significant."

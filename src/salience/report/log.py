@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from salience.errors import StateError
-from salience.events import VERSION, Event
-
-LARGEST = 10**18
-"""No number of an event is larger."""
+from salience.events import Event, Fault, scan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,69 +17,48 @@ class Log:
 
     path: Path
     events: tuple[Event, ...]
-    torn: int = 0
+    torn: int
     """Lines that are not whole JSON objects,"""
-    cut: bool = False
+    cut: bool
     """the last one among them;"""
-    newer: int = 0
+    newer: int
     """events of a schema that this salience does not know."""
+    unknown: Mapping[str, int]
+    """Events of unknown kinds, by kind."""
+    malformed: Mapping[str, int]
+    """Events that lack what they should have, by kind."""
 
 
 def read_log(path: Path) -> Log:
     """All events of a log that can be read; `events.read` stops at newer ones. Without any: an error that says what to do."""
     events: list[Event] = []
-    torn = newer = 0
-    cut = False
+    faults: Counter[str] = Counter()
+    unknown: Counter[str] = Counter()
+    malformed: Counter[str] = Counter()
+    last: Event | Fault | None = None
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                event = _parsed(line)
-                cut = event is None and not line.endswith("\n")
-                if event is None:
-                    torn += 1
-                elif number(event.get("v"), 0) > VERSION:
-                    newer += 1
-                else:
-                    events.append(event)
+        for last in scan(path):
+            if isinstance(last, Event):
+                events.append(last)
+                continue
+            faults[last.why] += 1
+            if last.why == "unknown":
+                unknown[last.kind] += 1
+            elif last.why == "malformed":
+                malformed[last.kind] += 1
+        cut = isinstance(last, Fault) and last.why == "torn" and not path.read_bytes().endswith(b"\n")
     except FileNotFoundError as cause:
         raise StateError(f"There is no event log at {str(path)!r}; a run writes one when given log=.") from cause
     except OSError as cause:
         raise StateError(f"The event log {str(path)!r} cannot be read: {cause.strerror}.") from cause
     if not events:
         why = "is empty: the run has not begun, or its log is another file"
-        if newer:
+        if faults["newer"]:
             why = "was written by a newer salience; upgrade salience to read it"
-        elif torn:
+        elif faults:
             why = "is not an event log of salience; name the run's folder, or the file given as log="
         raise StateError(f"{str(path)!r} {why}.")
-    return Log(path=path, events=tuple(events), torn=torn, cut=cut, newer=newer)
-
-
-def number(value: Any, default: float) -> float:
-    """`value` where it is a number."""
-    return value if isinstance(value, (int, float)) else default
-
-
-def _parsed(line: str) -> Event | None:
-    try:
-        event = json.loads(line, parse_constant=_refuse, parse_int=_bounded(int), parse_float=_bounded(float))
-    except (ValueError, RecursionError):
-        return None
-    return event if isinstance(event, dict) and isinstance(event.get("kind"), str) else None  # pyright: ignore[reportUnknownMemberType]
-
-
-def _bounded(kind: Callable[[str], float]) -> Callable[[str], float]:
-    """Numbers that something may be counted with; larger ones are damage."""
-
-    def read(text: str) -> float:
-        value = kind(text)
-        if abs(value) > LARGEST:
-            raise ValueError(text)
-        return value
-
-    return read
-
-
-def _refuse(constant: str) -> Any:
-    """NaN and Infinity are not JSON, and an event log never has them."""
-    raise ValueError(constant)
+    return Log(
+        path=path, events=tuple(events), torn=faults["torn"], cut=cut, newer=faults["newer"], unknown=unknown,
+        malformed=malformed,
+    )  # fmt: skip

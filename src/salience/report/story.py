@@ -1,133 +1,82 @@
-"""A run as a story: the values that hold everything its report shows. `telling` makes them from the event log."""
+"""A run as a story: the values that hold everything its report shows. `telling` makes them from an event log."""
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from salience.report.known import Known
-from salience.report.log import number
-from salience.select import PRESETS, preset
-from salience.select.enough import Shorter
-from salience.select.findings import Findings, class_name
+from salience.curves import Shorter
+from salience.events import (
+    BottleneckFound,
+    Findings,
+    LeverDecided,
+    RunStarted,
+    SampleBroken,
+    Steered,
+    StepSeconds,
+    TreatCounted,
+    WindowClosed,
+    WindowPlanned,
+    encode,
+)
+from salience.report.words import class_name
 
 SUSPECTS, HARDEST, GROUPS, MEMBERS = 24, 12, 6, 4
-"""Samples of each kind that are shown, and of every group of copies: 60 pictures at the most."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Note:
-    """What a filter did in one window."""
-
-    name: str
-    dropped: int
-    forced: int
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spent:
-    """Where the seconds of a window's steps went."""
-
-    wait: float
-    copy: float
-    forward: float
-    backward: float
-    work: Mapping[str, float]
-    """Of the workers, by stage."""
+"""Samples of each kind that are shown, and of every group of copies: 60 pictures at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """One window as planned and as far as it was done."""
+    """One window as planned, and as far as it got."""
 
-    number: int
-    picked: int
-    population: int
-    notes: tuple[Note, ...] = ()
-    batches: int = 0
-    of: int = 0
-    finished: bool = False
-    seconds: float = 0.0
-    spent: Spent | None = None
-    by_importance: tuple[float, ...] = ()
-    """Share of the samples that was picked, by tenths of importance."""
+    plan: WindowPlanned
+    """The plan."""
+    end: WindowClosed | None = None
+    """How it ended; None where the log ends before."""
+
+    @property
+    def number(self) -> int:
+        return self.plan.window
+
+    @property
+    def population(self) -> int:
+        return self.plan.population
 
     @property
     def done(self) -> float:
-        return self.batches / self.of if self.of else 0.0
+        """Share of the batches that were delivered."""
+        return self.end.batches / self.end.of if self.end is not None and self.end.of else 0.0
+
+    @property
+    def finished(self) -> bool:
+        return self.end is not None and self.end.finished
+
+    @property
+    def seconds(self) -> float:
+        return 0.0 if self.end is None else self.end.seconds
+
+    @property
+    def steps(self) -> StepSeconds | None:
+        return None if self.end is None else self.end.steps
 
     @property
     def visits(self) -> int:
-        return round(self.picked * self.done)
+        return round(self.plan.picked * self.done)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Evaluation:
+class Result:
     """A validation result; higher is better."""
 
     window: int
+    """Number of windows done."""
     progress: float
+    """Progress of the run, from 0 to 1."""
     metric: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Steered:
-    """A decision: the share that is kept, moved by validation results."""
-
-    window: int
-    before: float
-    after: float
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
-    """What held the run back, as it was measured."""
-
-    window: int
-    text: str
-    levers: tuple[tuple[str, bool, float, float, float], ...]
-    """(name, whether it leaves the run as it is, speed-up at most, and its bracket)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Decided:
-    """What `auto` did about it."""
-
-    window: int
-    lever: str
-    action: str
-    predicted: float | None
-    measured: float | None
-    interval: tuple[float, float] | None
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Broken:
-    """A sample that could not be read or decoded."""
-
-    id: int
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Treated:
-    """What was done with the stages of augmentation."""
-
-    treatment: str
-    costs: Mapping[str, float]
-    """Microseconds a call, by stage."""
-    visits: int
-    reused: int
-    """Visits that took up an intermediate."""
-    saved: float
-    """Seconds of workers' time."""
+    """The result."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,36 +84,47 @@ class Story:
     """Everything a report shows of one run."""
 
     name: str
+    """What the run is called."""
     started: float
     """Seconds since 1970 of the first event."""
-    run: Mapping[str, Any]
-    """The `run` event."""
+    run: RunStarted
+    """How the run was started, or resumed last."""
     settings: Mapping[str, Any]
-    """Those of `salience train`; empty for a loop of one's own."""
+    """Settings of `salience train`; empty for a loop of one's own."""
+    preset: str
+    """Name of the preset that `select` is; empty where it is none, or unknown."""
     classes: tuple[str, ...] | None
+    """Names of the classes."""
     windows: tuple[Window, ...]
-    evaluations: tuple[Evaluation, ...]
+    """All windows in order; of one that was done twice, the last."""
+    evaluations: tuple[Result, ...]
+    """All validation results in order."""
     seconds: float
-    """Of all windows, evaluation not included,"""
+    """Seconds of all windows, evaluation not included."""
     overhead: Mapping[str, float]
-    """and what salience took of them, by part."""
-    feed: Mapping[str, int]
+    """Seconds salience took for itself, by part."""
+    feed: Mapping[str, float]
     """Counts of the store and, as `cache_...`, of the cache."""
     findings: Findings | None
-    known: Known | None
+    """What was found out about the samples."""
     forecast: Mapping[str, float] | None
-    """What selection would have saved, where the run only observed."""
+    """What selection would have saved, where the run only observed and a report was asked for."""
     shorter: Shorter | None
     """What a run with as many visits on all data would have lost; None where this one selected."""
-    treated: Treated | None
+    treated: TreatCounted | None
+    """What was done with the stages of augmentation."""
     asides: tuple[str, ...]
     """What else was done beside the training."""
     steered: tuple[Steered, ...]
-    held: tuple[Held, ...]
-    decided: tuple[Decided, ...]
-    broken: tuple[Broken, ...]
+    """Changes of the share that is kept."""
+    bottlenecks: tuple[BottleneckFound, ...]
+    """What held the run back, each time it was measured."""
+    decisions: tuple[LeverDecided, ...]
+    """What `auto` did about it."""
+    broken: tuple[SampleBroken, ...]
+    """Samples that could not be read, each once."""
     warnings: tuple[tuple[str, int], ...]
-    """Each text, and how often it came."""
+    """Each warning, and how often it came."""
     notes: tuple[str, ...]
     """What is odd about the log or missing beside it."""
     files: Mapping[int, str] = field(default_factory=dict[int, str])
@@ -186,28 +146,27 @@ class Story:
     @property
     def waiting(self) -> float | None:
         """Share of the steps' time that the loop waited for batches; None where it was not measured."""
-        spent = [window.spent for window in self.windows if window.spent is not None]
+        spent = [window.steps for window in self.windows if window.steps is not None]
         total = sum(one.wait + one.copy + one.forward + one.backward for one in spent)
         return sum(one.wait for one in spent) / total if total > 0 else None
 
     @property
     def work(self) -> dict[str, float]:
         """Seconds of the workers, by stage."""
-        found: dict[str, float] = {}
+        found: Counter[str] = Counter()
         for window in self.windows:
-            for name, spent in () if window.spent is None else window.spent.work.items():
-                found[name] = found.get(name, 0.0) + spent
-        return found
+            found.update({} if window.steps is None else dict(window.steps.work))  # pyright: ignore[reportArgumentType]
+        return dict(found)
 
     @property
     def selects(self) -> bool:
-        """Whether the run was told to, or `auto` did."""
-        return self.run.get("select", "observe") != "observe" or any(w.picked < w.population for w in self.windows)
+        """True if the run was told to select, or `auto` did."""
+        return self.run.select != "observe" or any(w.plan.picked < w.population for w in self.windows)
 
     @property
     def epochs(self) -> int:
-        """Epochs the run was to have; those in the log where it was not told."""
-        return max(1, int(number(self.run.get("epochs"), len(self.windows))))
+        """Planned number of epochs; those in the log where the run was not told."""
+        return max(1, len(self.windows) if self.run.epochs is None else self.run.epochs)
 
     @property
     def arm(self) -> str:
@@ -215,12 +174,7 @@ class Story:
         given = str(self.settings.get("select") or "")
         if given:
             return Path(given).name
-        select = self.run.get("select", "observe")
-        if isinstance(select, str):
-            return select
-        same = json.dumps(select, sort_keys=True)
-        presets = {json.dumps(preset(name).to_dict(), sort_keys=True): name for name in PRESETS}
-        return presets.get(same, "custom")
+        return self.run.select if isinstance(self.run.select, str) else self.preset or "custom"
 
     @property
     def metric(self) -> float | None:
@@ -229,6 +183,11 @@ class Story:
     @property
     def best(self) -> float | None:
         return max((one.metric for one in self.evaluations), default=None)
+
+    @property
+    def in_shares(self) -> bool:
+        """True if every validation result is a share from 0 to 1."""
+        return all(0 <= one.metric <= 1 for one in self.evaluations)
 
     @property
     def measure(self) -> str:
@@ -241,8 +200,8 @@ class Story:
         return sum(self.overhead.values()) / self.seconds if self.seconds else 0.0
 
     @property
-    def seed(self) -> int:
-        return int(number(self.run.get("seed"), 0))
+    def all_settings(self) -> dict[str, Any]:
+        return {**self.settings, **encode(self.run)}
 
     def class_name(self, label: int) -> str:
         return class_name(label, self.classes)

@@ -1,15 +1,18 @@
-"""Numbers as people read them, and a run in one sentence."""
+"""Numbers as people read them, and the sentences that every report is made of: console, text and page."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from salience.select.enough import Shorter
+from salience.curves import Shorter
+from salience.events import Findings, Suspect
 
-if TYPE_CHECKING:
-    from salience.report.story import Story
+Names = Sequence[str] | None
+"""Names of the classes, where they are known."""
+
+
+# ---------------------------------------------------------------- numbers
 
 
 def count(number: int, what: str) -> str:
@@ -41,65 +44,72 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:.3g}"
 
 
-def metric(story: Story, value: float | None) -> str:
-    """A validation result: as a percentage where all of them are shares."""
-    if value is None:
-        return "-"
-    if all(0 <= one.metric <= 1 for one in story.evaluations):
-        return f"{value:.1%}"
-    return f"{value:.4g}"
+def size(value: float) -> str:
+    """Bytes: '512 bytes', '3.4 MiB'."""
+    if abs(value) < 1024:
+        return f"{value:,.0f} bytes"
+    for unit in ("KiB", "MiB", "GiB"):
+        value /= 1024
+        if abs(value) < 1024:
+            return f"{value:.1f} {unit}"
+    return f"{value / 1024:,.1f} TiB"
 
 
-def shorter_of(forecast: Mapping[str, Any]) -> Shorter:
-    """What a forecast says of a shorter run; an older salience said nothing."""
-    return Shorter(**{field.name: forecast[field.name] for field in fields(Shorter) if field.name in forecast})
+def loss(value: float | None) -> str:
+    """Three digits that matter, however small: '1.25', '0.00042', '3.1e-07'; '-' where it is unknown."""
+    return "-" if value is None else f"{value:.3g}"
+
+
+def times(value: float | None) -> str:
+    """A speed-up: '1.50x'; '∞' where it is unbounded."""
+    return "∞" if value is None else f"{value:.2f}x"
+
+
+def listed(parts: Sequence[str]) -> str:
+    """'a', 'a and b', 'a, b and c'."""
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def class_name(index: int, names: Names) -> str:
+    """What a class is called; 'class 3' where it has no name."""
+    return names[index] if names is not None and 0 <= index < len(names) else f"class {index}"
+
+
+# ---------------------------------------------------------------- visits
+
+
+def instead(visits: float, full: float) -> str:
+    """'2,000 visits instead of 4,000 (50% fewer)'."""
+    change = (full - visits) / full if full else 0.0
+    return f"{visits:,.0f} visits instead of {full:,.0f} ({abs(change):.0%} {'fewer' if change >= 0 else 'more'})"
+
+
+def selected(windows: int, planned: int | None, visits: float, full: float) -> str:
+    """What a run that selects has saved in `windows` of the `planned` windows."""
+    when = "Over" if planned is None or windows >= planned else "So far, over"
+    return f"{when} {count(windows, 'epoch')}, selection made {instead(visits, full)}."
+
+
+def forecast(told: Mapping[str, Any], found: Shorter) -> list[str]:
+    """Whether less would be enough, and what selection would save."""
+    over, saved = f"over {count(round(told['windows']), 'epoch')}", instead(told["visits"], told["visits_full"])
+    lines = cost(found, round(told["windows"]))
+    if found.rising:
+        lines.append(f"Selection is not advised for this run; {over} it would make {saved}.")
+    else:
+        lines.append(f"Forecast: {over} selection would make {saved}.")
+    return lines
 
 
 def cost(found: Shorter, epochs: int) -> list[str]:
-    """What fewer visits would cost, in plain sentences, to be read before selection is spoken of."""
+    """What fewer visits would cost; to be read before selection is mentioned."""
     if found.cannot_say:
         return [f"Cannot say what fewer visits would cost: {found.cannot_say}."]
     return [*_enough(found, epochs), *_lost(found, epochs)]
 
 
-def verdict(story: Story) -> str:
-    """What was trained, how well, at what cost, and what it found, in a few plain sentences."""
-    return " ".join(part for part in (_trained(story), _cost(story), _found(story)) if part)
-
-
-def waiting(story: Story) -> str:
-    """Where the time went, in a sentence or two: as it was measured last, or from the seconds of the steps."""
-    if story.held:
-        return story.held[-1].text
-    share, work = story.waiting, story.work
-    if share is None:
-        return ""
-    text = f"The loop waited for batches {percent(share)} of its time."
-    total = sum(work.values())
-    if total > 0:
-        most = max(work, key=lambda name: work[name])
-        text += f" Of what the workers did, {most} took {work[most] / total:.0%}."
-    return text
-
-
-def _trained(story: Story) -> str:
-    done = sum(window.finished for window in story.windows)
-    what = str(story.settings.get("model") or "The model")
-    population = max((window.population for window in story.windows), default=0)
-    if not population:
-        return "The run has planned nothing yet."
-    data = f"{population:,} samples" + (f" of {len(story.classes)} classes" if story.classes else "")
-    if story.metric is None:
-        return f"{what} trained for {count(done, 'epoch')} on {data}; no validation result was reported."
-    reached = f"{what} reached {_measure(story)} {metric(story, story.metric)}"
-    best = story.best
-    if best is not None and best > story.metric:
-        reached += f" (best {metric(story, best)})"
-    return f"{reached} after {count(done, 'epoch')} on {data}."
-
-
 def _amount(found: Shorter, value: float, *, unit: bool = True) -> str:
-    """A difference of the metric: '0.2 points' where results are shares, else as many digits as matter."""
+    """A difference of the metric: '0.2 points' where results are shares, else two digits that matter."""
     if not found.points:
         return f"{value:.2g}"
     return f"{100 * value:.1f}" + " points" * unit
@@ -109,10 +119,10 @@ def _enough(found: Shorter, epochs: int) -> list[str]:
     if found.enough_epochs is None or found.moved is None or found.metric_noise is None:
         return []
     rest, noise = epochs - found.enough_epochs, _amount(found, found.metric_noise, unit=False)
-    moved = f"moved validation by {_amount(found, abs(found.moved))}, less than its own noise ({noise})"
+    moved = f"changed the validation metric by {_amount(found, abs(found.moved))}, less than its noise ({noise})"
     if found.moved < -found.metric_noise:
-        moved = f"lowered validation by {_amount(found, -found.moved)} (its own noise is {noise})"
-    return [f"{found.enough_epochs:,} of {count(epochs, 'epoch')} would do: the last {rest:,} {moved}."]
+        moved = f"lowered the validation metric by {_amount(found, -found.moved)} (its noise is {noise})"
+    return [f"{found.enough_epochs:,} of {count(epochs, 'epoch')} would be enough: the last {rest:,} {moved}."]
 
 
 def _lost(found: Shorter, epochs: int) -> list[str]:
@@ -122,50 +132,76 @@ def _lost(found: Shorter, epochs: int) -> list[str]:
     run = f"run on all data with as many visits as selection makes ({length})"
     noise, high = _amount(found, found.metric_noise, unit=False), _amount(found, found.loss_high)
     if found.loss_high <= found.metric_noise:
-        return [f"A {run} would end within its noise ({_amount(found, found.metric_noise)})."]
+        return [f"A {run} would end within the noise ({_amount(found, found.metric_noise)}) of this one."]
     if not found.rising:
-        return [f"A {run} would lose up to {high} (noise {noise})."]
-    lost = f"a {run} would end {_amount(found, found.loss_low, unit=False)} to {high} lower (noise {noise})"
+        return [f"A {run} would lose up to {high} (the noise is {noise})."]
+    lost = f"a {run} would end {_amount(found, found.loss_low, unit=False)} to {high} lower (the noise is {noise})"
     longer = [] if found.enough_epochs is not None else ["This run was still learning: train longer, not shorter."]
-    return [f"Fewer visits will cost: {lost}.", *longer]
+    return [f"Fewer visits will cost accuracy: {lost}.", *longer]
 
 
-def _measure(story: Story) -> str:
-    return "a test accuracy of" if story.measure == "accuracy" else "a validation metric of"
+# ---------------------------------------------------------------- findings
 
 
-def _cost(story: Story) -> str:
-    if not story.visits:
-        return ""
-    took = f"{seconds(story.seconds)} of training, of which salience took {story.own:.1%} for itself"
-    if not story.selects:
-        return " ".join([f"Nothing was left out; {took}.", *_forecast(story)])
-    return f"It made {story.share:.0%} of the visits that all data would take; {took}."
+def cannot_judge(why: str) -> str:
+    return f"Labels cannot be judged: {why}."
 
 
-def _forecast(story: Story) -> list[str]:
-    """Whether less would do, and what selection would save."""
-    saved = 0.0 if story.forecast is None else story.forecast["saved"]
-    if story.shorter is None or (story.forecast is None and story.shorter.cannot_say):
-        return []
-    said = cost(story.shorter, round(story.forecast["windows"]) if story.forecast else story.epochs)
-    advice = "; it is not advised here" if story.shorter.rising else ""
-    return said + ([f"Selection would make {saved:.0%} fewer visits{advice}."] if saved > 0 else [])
+def look_wrong(number: int, judged: int | None = None, expected: float | None = None) -> str:
+    """'6 of 300 labels look wrong; about 5 of them probably are'."""
+    text = f"{number:,}" if judged is None else f"{number:,} of {judged:,}"
+    label = "labels" if judged is not None or number != 1 else "label"
+    text += f" {label} look{'s' if number == 1 else ''} wrong"
+    return (
+        text if expected is None else f"{text}; about {expected:,.0f} of them probably {'is' if number == 1 else 'are'}"
+    )
 
 
-def _found(story: Story) -> str:
-    found = story.findings
-    if found is None:
-        return ""
-    parts: list[str] = []
+def labels(found: Findings) -> str:
+    """What can be said of the labels; nothing where they were never judged."""
     if found.suspected:
-        parts.append(f"{count(found.suspected, 'label')} that look{'s' if found.suspected == 1 else ''} wrong")
-    if found.spare:
-        parts.append(f"{found.spare:,} near-cop{'y' if found.spare == 1 else 'ies'}")
-    if story.broken:
-        parts.append(f"{count(len(story.broken), 'broken sample')}")
-    weak = f"Labels cannot be judged: {found.weak}." if found.weak else ""
-    if not parts:
-        return weak or ("No label looks wrong." if found.judged else "")
-    said = f"It found {' and '.join(parts)}." if len(parts) < 3 else f"It found {parts[0]}, {parts[1]} and {parts[2]}."
-    return f"{said} {weak}".rstrip()
+        return f"{look_wrong(found.suspected, found.judged, found.expected)}."
+    if found.weak:
+        return cannot_judge(found.weak)
+    return f"None of {found.judged:,} labels looks wrong." if found.judged else ""
+
+
+def near_copies(found: Findings) -> str:
+    """How many samples others can represent; nothing where nobody looked."""
+    if found.spare is None or found.groups is None:
+        return ""
+    if not found.spare:
+        return "No sample is a near-copy of another."
+    return f"{count(found.spare, 'sample')} could be represented by a near-copy ({count(found.groups, 'group')})."
+
+
+def hard(found: Findings) -> str:
+    """What the list of hard samples is."""
+    if found.weak:
+        return f"{cannot_judge(found.weak)} Some of these samples may be mislabelled."
+    if not found.judged:
+        return "Labels were not judged: some of these samples may be mislabelled."
+    return "These samples are hard although their labels seem right."
+
+
+def not_finite(number: int) -> str:
+    if not number:
+        return ""
+    losses = "1 loss was" if number == 1 else f"{number:,} losses were"
+    return f"{losses} NaN or infinite: counted, and not stored."
+
+
+def history(mean_loss: float | None, right: int | None, seen: int) -> str:
+    """'mean loss 0.12, right at 3 of 8 visits'; without the latter where correctness is unknown."""
+    text = f"mean loss {loss(mean_loss)}"
+    return text + (
+        f", right at {right:,} of {count(seen, 'visit')}" if right is not None else f", {count(seen, 'visit')}"
+    )
+
+
+def suspicion(one: Suspect, names: Names) -> str:
+    """Why a label looks wrong."""
+    if one.guess_p is None or one.right is None or one.seen is None:  # an older log has the sentence alone
+        return one.reason
+    says = f"The model predicts {class_name(one.guess, names)} with a mean probability of {one.guess_p:.2f}"
+    return f"{says}, and predicted the label at {one.right:,} of {count(one.seen, 'visit')}."

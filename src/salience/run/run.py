@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from salience.run.sensing import Sensing
 from salience.run.staging import Staging, check_stages
 from salience.run.watching import Watching
 from salience.select import preset
-from salience.select.findings import findings
+from salience.select.findings import Study, study
 from salience.select.reference import checksum
 from salience.select.summary import summarise
 
@@ -68,6 +67,8 @@ class Run:
         self.course.visits_expected = planning.total_visits
         self.evaluations: list[tuple[float, float]] = []
         """Progress and metric of every validation result."""
+        self._study: Study | None = None
+        """What was found in the ledger when it was last looked at."""
         self._options = options or {}
         """Of the DataLoader inside, for the rehearsal of stages."""
         config = planning.config
@@ -257,13 +258,13 @@ class Run:
         return summarise(
             self.recording.ledger, config if isinstance(config, SelectConfig) else preset("default"),
             windows=setup.epochs or max(10, epochs), seed=setup.seed, batch_size=setup.global_batch,
-            reference=self.sensing.reference, evaluations=self.evaluations,
+            reference=self.sensing.reference, evaluations=self.evaluations, studied=self._studied(),
             selected=(epochs, course.visits_before) if selects else None,
         )  # fmt: skip
 
     def report(self) -> str:
         """The summary as text, with what each part has to say; also written to the event log."""
-        from salience.report.observed import render
+        from salience.report.text import render
 
         self.flush()
         self._look_for_copies(last=True)
@@ -286,11 +287,20 @@ class Run:
             by_importance=picked_by_importance(plan),
         )  # fmt: skip
 
-    def _emit_findings(self) -> None:
-        copies = self.copying.found
+    def _studied(self) -> Study:
+        """What is found in the ledger as it is now; nothing is judged twice."""
+        copies, course = self.copying.found, self.course
+        near = None if copies is None else (copies.group, copies.similarity)
         with self.watching.watch("findings"):
-            found = findings(self.recording.ledger, None if copies is None else (copies.group, copies.similarity))
-        self.events.emit("findings", **asdict(found))
+            self._study = study(
+                self.recording.ledger, near, windows=course.window, visits=course.visits_before, last=self._study
+            )
+        return self._study
+
+    def _emit_findings(self) -> None:
+        before = self._study
+        if self._studied() is not before:
+            self.events.emit(self._studied().findings)
 
     # --- saved ---
 

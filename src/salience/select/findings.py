@@ -1,6 +1,8 @@
 """Findings: labels that look wrong, the hardest clean samples, near-copies and uneven classes, each with its reason.
 
-Pure functions over a ledger; whatever is found carries a confidence from 0 to 1 and a sentence that says why.
+    study(ledger, near)  ->  judge once  ->  Study(judged, findings)      again only after the ledger has changed
+
+Pure functions over a ledger; every finding carries a confidence from 0 to 1 and a sentence that says why.
 """
 
 from __future__ import annotations
@@ -13,92 +15,67 @@ import numpy as np
 import numpy.typing as npt
 
 from salience.errors import StateError
+from salience.events import CopyGroup, Findings, Hard, Suspect
 from salience.files import read_npz, write_npz
 from salience.ledger import Ledger
+from salience.select.classes import class_findings, visit_findings
 from salience.select.noise import Judgement, judge
 from salience.select.view import Bools, Floats, Ids
 
-SHOWN = 20
+SHOWN = 24
+"""Samples of each kind that are listed."""
 LIKELY = 0.5
 """A label looks wrong where that is likelier than not."""
-UNEVEN = 1.25
-"""A class is named when it gets so many times more or less than its share."""
 COPIES_FORMAT = "salience-copies-1"
 
 Groups = tuple[npt.NDArray[np.int32], Floats]
-"""Near-copies: the group of every sample (-1: alone), int32 [n], and how alike it is to its group, float32 [n], 0 to 1."""
+"""Near-copies: the group of every sample (-1: alone), int32 [n], and how similar it is to its group, float32 [n], 0 to 1."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Suspect:
-    """A label that looks wrong."""
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Study:
+    """What one look at a ledger found."""
 
-    id: int
-    label: int
-    guess: int
-    """The class the model would give it."""
-    confidence: float
-    """That the label is wrong."""
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hard:
-    """A sample that is hard and yet rightly labelled, as far as can be told."""
-
-    id: int
-    label: int
-    guess: int
-    mean_loss: float
-    confidence: float | None
-    """That the label is right; None where labels cannot be judged."""
-    reason: str
+    judged: Judgement
+    """What the history says of the labels."""
+    findings: Findings
+    """Everything that is worth telling."""
+    key: tuple[int, ...]
+    """What the ledger was like: visits, and near-copies."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CopyGroup:
-    """Samples so alike that one stands for all."""
-
-    id: int
-    """The one."""
-    members: tuple[int, ...]
-    """All of them."""
-    confidence: float
-    """The similarity of the least alike."""
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Findings:
-    """Counts over all samples, and the first few of each kind."""
-
-    samples: int
-    judged: int
-    """Labels with a history to judge them by; 0 where the loss was given no logits."""
-    noise_rate: float | None
-    """The noise filter's estimate of the share of wrong labels."""
-    suspected: int
-    expected: float
-    """How many of the suspected are wrong if the confidences are right: their sum."""
-    weak: str
-    """Why none can be said to look wrong, where the model has learnt too little for that."""
-    suspects: tuple[Suspect, ...]
-    hard: tuple[Hard, ...]
-    groups: int | None
-    """Groups of near-copies; None where nobody looked for any."""
-    spare: int | None
-    """Samples that another one stands for."""
-    copies: tuple[CopyGroup, ...]
+def study(
+    ledger: Ledger, near: Groups | None = None, *, windows: int = 0, visits: int = 0, last: Study | None = None
+) -> Study:
+    """Look at a ledger after `windows` windows with `visits` visits; `last` is returned if nothing has changed since."""
+    grouped = (-1, 0) if near is None else (int((near[0] >= 0).sum()), int(near[0].sum(dtype=np.int64)))
+    key = (windows, int(ledger.seen.sum(dtype=np.int64)), int(ledger.trained.sum(dtype=np.int64)), *grouped)
+    if last is not None and last.key == key:
+        return last
+    judged = judge(ledger)
+    found = findings(ledger, near, windows=windows, visits=visits, judged=judged)
+    return Study(judged=judged, findings=found, key=key)
 
 
 def findings(
-    ledger: Ledger, near: Groups | None = None, *, top: int | None = SHOWN, names: Sequence[str] | None = None
+    ledger: Ledger,
+    near: Groups | None = None,
+    *,
+    top: int | None = SHOWN,
+    names: Sequence[str] | None = None,
+    windows: int = 0,
+    visits: int = 0,
+    judged: Judgement | None = None,
 ) -> Findings:
-    """Everything at once; `top` of each kind (None: all), classes called by their `names`."""
-    judged = judge(ledger)
+    """Everything at once; `top` of each kind (None: all), classes called by their `names`.
+
+    Without the number of `windows` it is not known what is often: then `visits` is None in what is returned.
+    """
+    judged = judged or judge(ledger)
     suspect = suspected(ledger, judged)
     known = int(np.count_nonzero((ledger.label >= 0) & (ledger.vote_p[:, 0] > 0)))
-    groups = None if near is None else _sizes(near[0])
+    sizes = None if near is None else _sizes(near[0])
+    class_count, classes = class_findings(ledger, suspect)
     return Findings(
         samples=ledger.n,
         judged=known,
@@ -108,13 +85,14 @@ def findings(
         weak=judged.evidence if known and judged.verdict == "cannot tell" else "",
         suspects=tuple(suspects(ledger, judged, top=top, names=names)),
         hard=tuple(hardest(ledger, judged, top=top)),
-        groups=None if groups is None else int(np.count_nonzero(groups > 1)),
-        spare=None if groups is None else int(np.maximum(groups - 1, 0).sum()),
+        groups=None if sizes is None else int(np.count_nonzero(sizes > 1)),
+        spare=None if sizes is None else int(np.maximum(sizes - 1, 0).sum()),
         copies=() if near is None else tuple(copies(*near, top=top)),
+        class_count=class_count,
+        classes=classes,
+        visits=visit_findings(ledger, windows=windows, visits=visits) if windows else None,
+        not_finite=int(ledger.bad.sum(dtype=np.int64)),
     )
-
-
-# ---------------------------------------------------------------- labels
 
 
 def suspected(ledger: Ledger, judged: Judgement) -> Bools:
@@ -140,6 +118,9 @@ def suspects(
             confidence=float(judged.wrong[i]),
             reason=f"the model says {class_name(int(ledger.vote[i, 0]), names)} with p {ledger.vote_p[i, 0]:.2f}; it gave the "
             f"label at {ledger.right[i]} of {_times(int(ledger.seen[i]), 'visit')}",
+            guess_p=float(ledger.vote_p[i, 0]),
+            right=int(ledger.right[i]),
+            seen=int(ledger.seen[i]),
         )
         for i in ids.tolist()
     ]
@@ -248,51 +229,3 @@ def _check_groups(group: np.ndarray, similarity: np.ndarray) -> None:
 def _sizes(group: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
     """Members of every group, by its number."""
     return np.bincount(group[group >= 0])
-
-
-# ---------------------------------------------------------------- classes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Balance:
-    """What a class has and what it got."""
-
-    label: int
-    samples: float
-    """Its share of the samples that have a class,"""
-    visits: float | None
-    """and of the visits that went into a gradient; None before there were any."""
-    reason: str
-    """Why the two differ, where they do by a quarter or more; else empty."""
-
-
-def balance(ledger: Ledger) -> list[Balance]:
-    """The share every class has in the samples and in the visits trained on."""
-    has = ledger.label >= 0
-    label = ledger.label[has]
-    if not len(label):
-        return []
-    size = np.bincount(label)
-    visits = np.bincount(label, weights=ledger.trained[has])
-    known = np.isfinite(ledger.mean_loss[has])
-    loss = np.bincount(label[known], weights=ledger.mean_loss[has][known], minlength=len(size))
-    losses = loss / np.maximum(1, np.bincount(label[known], minlength=len(size)))
-    suspect = np.bincount(label, weights=suspected(ledger, judge(ledger))[has]) / np.maximum(1, size)
-    overall = loss.sum() / max(1, int(known.sum())), float((suspect * size).sum() / size.sum())
-    total = visits.sum()
-    found: list[Balance] = []
-    for c in np.flatnonzero(size).tolist():
-        share, got = float(size[c] / size.sum()), float(visits[c] / total) if total else None
-        reason = "" if got is None else _unevenness(got / share, (float(losses[c]), float(suspect[c])), overall)
-        found.append(Balance(label=c, samples=share, visits=got, reason=reason))
-    return found
-
-
-def _unevenness(ratio: float, own: tuple[float, float], overall: tuple[float, float]) -> str:
-    """Why a class was visited `ratio` times its share, from (mean loss, share of suspected labels) of it and of all."""
-    if 1 / UNEVEN < ratio < UNEVEN:
-        return ""
-    reason = f"visited {ratio:.2g}x its share: mean loss {own[0]:.2g} against {overall[0]:.2g} overall"
-    if ratio < 1 and own[1] > UNEVEN * overall[1]:
-        reason += f", {own[1]:.0%} of its labels look wrong against {overall[1]:.0%}"
-    return reason

@@ -311,7 +311,7 @@ def noise(view: View, *, start: float = 0.3, over: float = 0.9, revisit: int = 3
             raise ConfigError(f"noise: {name} is {value}; it must be from 0 to 1.")
     if revisit < 1:
         raise ConfigError(f"noise: revisit is {revisit}; it must be at least 1.")
-    found = judge(view)
+    found = view.judged or judge(view)
     reason = f"{found.verdict}: {found.evidence}"
     if not found.rate > 0:
         return Verdict(noise=found.rate, reason=reason)

@@ -120,12 +120,14 @@ class Pipeline:
         steered: float | None = None,
         copies: Copies | None = None,
         stock: Stock | None = None,
+        judged: Any = None,
     ) -> Plan:
         """A pure function of its arguments (and of config, reference and which plug-ins are off).
 
         `batch_size` is that of a full window over all `world` ranks. Where an epoch is planned in `pieces`, `window` and
         `windows` count epochs, and this plan is over the members of one piece.
-        `copies` is what is known of near-copies, `stock` where the bytes of the samples are.
+        `copies` is what is known of near-copies, `stock` where the bytes of the samples are, `judged` the judgement of the
+        labels where it was made for this ledger already.
         """
         for part in (*self.filters, *self.scores, self.sampler):
             if "reference" in part.card.needs and self.reference is None:
@@ -134,7 +136,7 @@ class Pipeline:
         among = members(ledger.n, window, piece, pieces)
         window, windows = window * pieces + piece, windows * pieces
         clock = Clock(window=window, windows=windows, steered=steered, keep=keep)
-        view = View(ledger, clock, self.reference, copies)
+        view = View(ledger, clock, self.reference, copies, judged)
         rng = generator(seed, PLAN, window)
         sifted = self._filter(view) if pieces == 1 else _within(self._filter(view), among, ledger.n)
         batching = self.batching(batch_size, world, drop_last)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from salience import events
+from salience.curves import FLOOR, History, own_noise
 from salience.errors import ConfigError
 
 NOTCHES = (1.0, 0.8, 0.65, 0.5, 0.4, 0.33, 0.25)
@@ -23,20 +23,8 @@ WIDTH = 2.0
 """The band begins this many spreads below the baseline's mean; a metric above the mean is always inside."""
 PATIENCE = 2
 """Results in a row inside the band before less is kept. One outside is enough for more."""
-FLOOR = 0.002
-"""Least spread, as a share of the baseline's largest metric: 0.2 points where that is an accuracy of 100%."""
 
 Paths = str | Path | Sequence[str | Path]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class History:
-    """The validation results of one earlier run."""
-
-    progress: npt.NDArray[np.float64]
-    """Ascending, [k]."""
-    metric: npt.NDArray[np.float64]
-    """Higher is better, [k]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,21 +76,6 @@ def band(histories: Sequence[History], progress: float) -> Band | None:
     spread = float(np.std(at, ddof=1)) if len(at) > 1 else own_noise(there[0])
     floor = FLOOR * max(float(np.abs(h.metric).max()) for h in there)
     return Band(mean=float(np.mean(at)), spread=max(spread, floor))
-
-
-def own_noise(history: History) -> float:
-    """Standard deviation of a single run's results around a smooth curve, from how far each is off its two neighbours.
-
-    r_k = (m_k - line through m_{k-1} and m_{k+1}) / sqrt(1 + u^2 + v^2), u and v the neighbours' shares in the line;
-    1.483 * median |r|, which the steep beginning does not move. 0 with fewer than three results.
-    """
-    t, m = history.progress, history.metric
-    if len(m) < 3:
-        return 0.0
-    u = (t[2:] - t[1:-1]) / (t[2:] - t[:-2])
-    v = 1 - u
-    residual = (m[1:-1] - u * m[:-2] - v * m[2:]) / np.sqrt(1 + u**2 + v**2)
-    return float(1.4826 * np.median(np.abs(residual)))
 
 
 def less(share: float) -> float:

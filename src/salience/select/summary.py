@@ -7,11 +7,15 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from salience.config import SelectConfig
+from salience.curves import Shorter, shorter
+from salience.events import Findings
 from salience.ledger import Ledger
-from salience.select.enough import Shorter, shorter, training_fall
-from salience.select.findings import SHOWN, balance, findings
+from salience.ledger.ledger import SMOOTHING
+from salience.select.findings import SHOWN, Study, study
+from salience.select.noise import Judgement
 from salience.select.pipeline import Pipeline
 from salience.select.view import Reference
 
@@ -29,12 +33,15 @@ def summarise(
     reference: Reference | None = None,
     evaluations: Results | None = None,
     selected: tuple[int, int] | None = None,
+    studied: Study | None = None,
 ) -> dict[str, Any]:
     """JSON-ready summary of a ledger; the forecast runs `forecast_with` over `windows` windows on what is known now.
 
     `evaluations` are the validation results of the run; None where only its ledger is known. `selected` are the windows and
-    visits that a selecting run has made.
+    visits that a selecting run has made. `studied` is what was found in the ledger as it is now, where that is known already.
     """
+    studied = studied or study(ledger)
+    found = studied.findings
     seen = ledger.seen > 0
     known = seen & np.isfinite(ledger.mean_loss)
     hardest = _top(np.where(known, ledger.mean_loss, -np.inf), int(known.sum()))
@@ -46,18 +53,18 @@ def summarise(
         "seen": int(seen.sum()),
         "visits": int(ledger.seen.sum(dtype=np.int64)),
         "trained": int(ledger.trained.sum(dtype=np.int64)),
-        "not_finite": int(ledger.bad.sum(dtype=np.int64)),
+        "not_finite": found.not_finite,
         "mean_loss": float(ledger.mean_loss[known].mean()) if known.any() else None,
-        "classes": _classes(ledger, known, classified),
-        "balance": [asdict(one) for one in balance(ledger)],
+        "classes": [{"class": one.label, **asdict(one)} for one in found.classes],
+        "class_count": found.class_count,
         "hardest": [_sample(ledger, int(i)) for i in hardest],
         "never_learnt": len(never),
         "never_learnt_samples": [_sample(ledger, int(i)) for i in never[:SHOWN]],
-        "suspects": _suspects(ledger),
+        "suspects": _suspects(ledger, found),
         "forgotten": int((ledger.forgotten > 0).sum()) if classified.any() else None,
         "forecast": forecast(
             ledger, forecast_with, windows=windows, seed=seed, batch_size=batch_size, reference=reference,
-            evaluations=evaluations,
+            evaluations=evaluations, judged=studied.judged,
         ),
         "selected": None if selected is None or not selected[0] else _saved(*selected, ledger.n),
     }  # fmt: skip
@@ -72,6 +79,7 @@ def forecast(
     batch_size: int = 1,
     reference: Reference | None = None,
     evaluations: Results | None = None,
+    judged: Judgement | None = None,
 ) -> dict[str, Any]:
     """Visits `config` would have spent over `windows` windows, whom a middle window would leave out, and what that costs.
 
@@ -81,7 +89,7 @@ def forecast(
     budgets = np.array([pipeline.budget(window, windows, ledger.n) for window in range(windows)])
     middle = windows // 2
     plans = {
-        window: pipeline.plan(ledger, window=window, windows=windows, batch_size=batch_size, seed=seed)
+        window: pipeline.plan(ledger, window=window, windows=windows, batch_size=batch_size, seed=seed, judged=judged)
         for window in _telling_windows(budgets, middle)
     }
     order = sorted(plans, key=lambda window: budgets[window])
@@ -122,9 +130,8 @@ def _shorter(ledger: Ledger, evaluations: Results | None, *, share: float, epoch
     return replace(found, cannot_say="a ledger holds no validation results; `salience report` has them from the log")
 
 
-def _suspects(ledger: Ledger) -> dict[str, Any] | None:
-    """Labels the training history contradicts, firmest first, and the estimated share of them; None without logits."""
-    found = findings(ledger)
+def _suspects(ledger: Ledger, found: Findings) -> dict[str, Any] | None:
+    """Labels the training history contradicts, most certain first, and their estimated share; None without logits."""
     if not found.judged:
         return None
     shown = [{**_sample(ledger, one.id), **asdict(one)} for one in found.suspects]
@@ -150,31 +157,25 @@ def _sample(ledger: Ledger, i: int) -> dict[str, Any]:
         "guess": int(ledger.guess[i]),
         "mean_loss": float(ledger.mean_loss[i]),
         "seen": int(ledger.seen[i]),
-        "right": int(ledger.right[i]),
+        "right": int(ledger.right[i]) if ledger.guess[i] >= 0 else None,
     }
 
 
-def _classes(ledger: Ledger, known: np.ndarray, classified: np.ndarray) -> list[dict[str, Any]]:
-    count = int(ledger.label.max()) + 1
-    if count < 1:
-        return []
-    label = np.maximum(ledger.label, 0)
-    has = ledger.label >= 0
+def training_fall(
+    last_loss: npt.NDArray[np.float32], mean_loss: npt.NDArray[np.float32], visits: float
+) -> float | None:
+    """Fall of the training loss over the last fifth of `visits` per sample, as a share of itself; None where unclear.
 
-    def per_class(mask: np.ndarray, values: np.ndarray | None = None) -> np.ndarray:
-        weights = None if values is None else values[mask].astype(np.float64)
-        return np.bincount(label[mask], weights=weights, minlength=count)
-
-    size, with_loss, with_guess = per_class(has), per_class(has & known), per_class(has & classified)
-    loss = per_class(has & known, ledger.mean_loss)
-    right = per_class(has & classified, ledger.guess == ledger.label)
-    return [
-        {
-            "class": c,
-            "samples": int(size[c]),
-            "mean_loss": float(loss[c] / with_loss[c]) if with_loss[c] else None,
-            "accuracy": float(right[c] / with_guess[c]) if with_guess[c] else None,
-        }
-        for c in range(count)
-        if size[c]
-    ]
+    An exponential mean with weight a for the newest value trails a line by (1 - a) / a visits, one with a = 1/2, so mean - last
+    is the fall per visit, d; a fifth of the visits before the end the loss was last + d visits / 5. Unclear: fewer than three
+    visits, or within two standard errors of nothing. That it does not fall shows nothing: a decayed rate ends every fall.
+    """
+    known = np.isfinite(last_loss) & np.isfinite(mean_loss)
+    if visits < 3 or int(known.sum()) < 2:
+        return None
+    step = mean_loss[known].astype(np.float64) - last_loss[known]
+    fall = float(step.mean())
+    if fall <= 2 * float(step.std(ddof=1)) / np.sqrt(len(step)):
+        return None
+    fall *= SMOOTHING / (1 - SMOOTHING) * visits / 5
+    return fall / (float(last_loss[known].mean()) + fall)

@@ -58,11 +58,18 @@ class View:
     """A ledger as plug-ins see it: `view.mean_loss`, `view.seen`, ... are read-only arrays [n]; `view.clock`."""
 
     def __init__(
-        self, ledger: Ledger, clock: Clock, reference: Reference | None = None, copies: Copies | None = None
+        self,
+        ledger: Ledger,
+        clock: Clock,
+        reference: Reference | None = None,
+        copies: Copies | None = None,
+        judged: Any = None,
     ) -> None:
         self.n = ledger.n
         self.copies = copies
         """Which samples are copies of each other; None where nobody looked."""
+        self.judged = judged
+        """The judgement of the labels, where it was made for this ledger already."""
         self.clock = clock
         self._ledger = ledger
         self._reference = reference

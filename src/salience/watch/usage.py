@@ -93,12 +93,3 @@ def _gpus() -> list[Any]:
     except nvml.NVMLError:
         return []
     return [lambda h=handle: nvml.nvmlDeviceGetUtilizationRates(h).gpu / 100 for handle in handles]
-
-
-def sparkline(values: list[float], width: int = 40) -> str:
-    """Shares from 0 to 1 as a line of blocks."""
-    if not values:
-        return ""
-    step = max(1, -(-len(values) // width))
-    means = [sum(values[k : k + step]) / len(values[k : k + step]) for k in range(0, len(values), step)]
-    return "".join(" ▁▂▃▄▅▆▇█"[round(8 * min(1.0, max(0.0, v)))] for v in means)

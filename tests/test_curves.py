@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from salience.curves import Shorter, curve, fewest, level, rise, shorter
 from salience.ledger import Ledger
-from salience.select.enough import Shorter, curve, fewest, level, rise, shorter, training_fall
+from salience.select.summary import training_fall
 
 T = np.linspace(0.025, 1, 40)
 COSINE_WORK = T + np.sin(np.pi * T) / np.pi

@@ -1,4 +1,4 @@
-"""The summary as text: whether less would do is said before selection is spoken of, and a selecting run says what it saved."""
+"""Reports as text: whether less would be enough is said before selection is mentioned; a selecting run says what it saved."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 import salience
+from salience.curves import Shorter
+from salience.events import build
+from salience.report.html import page
 from salience.report.log import read_log
-from salience.report.observed import render
 from salience.report.telling import tell
-from salience.report.words import cost, shorter_of, verdict
-from salience.select.enough import Shorter
+from salience.report.text import render, sections, verdict
+from salience.report.words import cost
 
 N, EPOCHS = 200, 20
 PROGRESS = np.arange(1, EPOCHS + 1) / EPOCHS
@@ -46,16 +48,18 @@ def said(selector: salience.Selector) -> list[str]:
 
 def test_a_run_that_settled_is_told_how_many_epochs_would_do_before_it_is_told_of_selection():
     _, enough, within, forecast, _ = said(observed(SETTLED))
-    assert enough.startswith("10 of 20 epochs would do: the last 10 moved validation by 0.")
-    assert "less than its own noise (0." in enough
-    assert "would end within its noise (0." in within
+    assert enough.startswith("10 of 20 epochs would be enough: the last 10 changed the validation metric by 0.")
+    assert "less than its noise (0." in enough
+    assert "would end within the noise (0." in within
     assert forecast.startswith("Forecast: over 20 epochs selection would make ")
 
 
 def test_a_run_that_was_still_learning_is_advised_to_go_on_and_not_to_select():
     _, costs, longer, advice, _ = said(observed(RISING))
-    assert costs.startswith("Fewer visits will cost: a run on all data with as many visits as selection makes (1")
-    assert costs.endswith("points lower (noise 0.2).")
+    assert costs.startswith(
+        "Fewer visits will cost accuracy: a run on all data with as many visits as selection makes (1"
+    )
+    assert costs.endswith("points lower (the noise is 0.2).")
     assert longer == "This run was still learning: train longer, not shorter."
     assert advice.startswith("Selection is not advised for this run; over 20 epochs it would make ")
 
@@ -86,7 +90,7 @@ def test_samples_skipped_per_epoch_agree_with_the_visits_saved():
     forecast = selector.summary()["forecast"]
     skipped = (forecast["visits_full"] - forecast["visits"]) / EPOCHS
     assert (
-        f"It would skip {skipped:.0f} samples per epoch, {forecast['skipped_in_middle']:,} in the middle"
+        f"It would skip {skipped:.0f} samples per epoch, and {forecast['skipped_in_middle']:,} in the middle"
         in said(selector)[-1]
     )
 
@@ -117,27 +121,27 @@ def test_an_unfinished_run_that_selects_says_what_it_saved_so_far():
 def test_the_page_says_the_same_from_the_log(tmp_path: Path):
     for name, metrics in (("settled", SETTLED), ("rising", RISING)):
         selector = observed(metrics, log=tmp_path / f"{name}.jsonl")
-        _, *lines, _, _ = said(selector)
+        _, *lines, _ = said(selector)
         assert " ".join(lines) in verdict(tell(read_log(tmp_path / f"{name}.jsonl"), name=name))
 
 
 def test_the_page_does_not_advise_selection_to_a_run_that_was_still_learning(tmp_path: Path):
     observed(RISING, log=tmp_path / "x.jsonl").report()
-    assert "fewer visits; it is not advised here." in verdict(tell(read_log(tmp_path / "x.jsonl"), name="x"))
+    assert "Selection is not advised for this run;" in verdict(tell(read_log(tmp_path / "x.jsonl"), name="x"))
 
 
 def test_the_page_knows_when_less_is_enough_without_a_report_having_been_asked_for(tmp_path: Path):
     observed(SETTLED, log=tmp_path / "x.jsonl")
     story = tell(read_log(tmp_path / "x.jsonl"), name="x")
     assert story.forecast is None
-    assert "10 of 20 epochs would do" in verdict(story)
+    assert "10 of 20 epochs would be enough" in verdict(story)
 
 
 def test_the_page_of_a_run_that_selected_does_not_judge_a_shorter_one(tmp_path: Path):
     observed(RISING, select="uniform", log=tmp_path / "x.jsonl").report()
     story = tell(read_log(tmp_path / "x.jsonl"), name="x")
     assert story.shorter is None
-    assert "It made 50% of the visits" in verdict(story)
+    assert "Over 20 epochs, selection made 2,000 visits instead of 4,000 (50% fewer)." in verdict(story)
 
 
 # ---------------------------------------------------------------- words
@@ -146,12 +150,12 @@ def test_the_page_of_a_run_that_selected_does_not_judge_a_shorter_one(tmp_path: 
 def test_a_metric_that_fell_is_said_to_have_been_lowered():
     found = Shorter(share=1.0, loss_low=0, loss_high=0, metric_noise=0.002, enough_epochs=30, moved=-0.01, points=True)
     assert cost(found, 50) == [
-        "30 of 50 epochs would do: the last 20 lowered validation by 1.0 points (its own noise is 0.2)."
+        "30 of 50 epochs would be enough: the last 20 lowered the validation metric by 1.0 points (its noise is 0.2)."
     ]
 
 
 @pytest.mark.parametrize(
-    ("points", "amount"), [(True, "up to 12.0 points (noise 5.0)"), (False, "up to 0.12 (noise 0.05)")]
+    ("points", "amount"), [(True, "up to 12.0 points (the noise is 5.0)"), (False, "up to 0.12 (the noise is 0.05)")]
 )
 def test_points_are_only_of_shares(points, amount):
     found = Shorter(share=0.5, loss_low=0, loss_high=0.12, metric_noise=0.05, points=points)
@@ -172,8 +176,8 @@ def test_epochs_that_would_do_are_told_beside_what_fewer_still_would_cost():
         points=True,
     )
     enough, costs = cost(found, 100)
-    assert enough.startswith("80 of 100 epochs would do")
-    assert "(50 of 100 epochs) would end 2.0 to 8.0 points lower (noise 0.5)" in costs
+    assert enough.startswith("80 of 100 epochs would be enough")
+    assert "(50 of 100 epochs) would end 2.0 to 8.0 points lower (the noise is 0.5)" in costs
 
 
 def test_the_summary_of_an_older_salience_is_still_rendered():
@@ -191,5 +195,32 @@ def test_the_summary_of_an_older_salience_is_still_rendered():
         "cannot_say",
     ):
         del summary["forecast"][key]
-    assert shorter_of(summary["forecast"]) == Shorter()
+    assert build(Shorter, summary["forecast"]) == Shorter()
     assert render(summary).splitlines()[1].startswith("Forecast: over 20 epochs")
+
+
+def test_where_correctness_is_unknown_nothing_is_said_of_it():
+    selector = observed(None, stop=4)
+    text = selector.report()
+    assert "sample      199: mean loss 1, 4 visits" in text
+    assert "right" not in text
+    assert selector.summary()["hardest"][0]["right"] is None
+
+
+def test_small_losses_are_not_printed_as_nothing():
+    selector = salience.Selector(N, batch_size=20, epochs=4)
+    for ids, _ in selector:
+        selector.loss((ids + 1) / N * 1e-4)
+    text = selector.report()
+    assert "mean loss 5.02e-05." in text
+    assert "mean loss 0.0001, 1 visit" in text
+
+
+def test_the_text_of_a_log_has_the_sentences_of_the_page(tmp_path: Path):
+    pytest.importorskip("jinja2")
+    selector = observed(SETTLED, log=tmp_path / "x.jsonl")
+    selector.report()
+    story = tell(read_log(tmp_path / "x.jsonl"), name="x")
+    shown = page(story)
+    for text in (verdict(story), *sections(story).values()):
+        assert text in shown.replace("&#39;", "'")

@@ -1,4 +1,4 @@
-"""Is less enough? What a shorter run on all data would lose, judged by the validation results of one finished run.
+"""Curves of validation results: their noise, and what a shorter run on all data would have lost. Is less enough?
 
 Let m(t) be the metric at progress t, higher is better, and F(s) the end of a run that makes a share s of the visits with its
 learning-rate schedule fitted to them. One run shows m, never F: F(1) = m(1), and nothing else is observed.
@@ -30,11 +30,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from salience.ledger.ledger import SMOOTHING
-from salience.select.steering import FLOOR, History, own_noise
-
 Floats = npt.NDArray[np.float64]
 
+FLOOR = 0.002
+"""Least spread, as a share of the largest metric: 0.2 points where that is an accuracy of 100%."""
 MIN_RESULTS = 6
 """Validation results below which nothing is said."""
 NEARLY_DONE = 0.9
@@ -55,6 +54,16 @@ STEEP = 0.1
 """Fall of the training loss over the last fifth of the visits from which a run without validation counts as unfinished."""
 CANDIDATES = 200
 """Lengths that are tried at the most."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class History:
+    """The validation results of one run."""
+
+    progress: npt.NDArray[np.float64]
+    """Ascending, [k]."""
+    metric: npt.NDArray[np.float64]
+    """Higher is better, [k]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +132,21 @@ def curve(progress: Sequence[float] | Floats, metric: Sequence[float] | Floats) 
     return History(progress=t, metric=m[first])
 
 
+def own_noise(history: History) -> float:
+    """Standard deviation of a single run's results around a smooth curve, from how far each is off its two neighbours.
+
+    r_k = (m_k - line through m_{k-1} and m_{k+1}) / sqrt(1 + u^2 + v^2), u and v the neighbours' shares in the line;
+    1.483 * median |r|, which the steep beginning does not move. 0 with fewer than three results.
+    """
+    t, m = history.progress, history.metric
+    if len(m) < 3:
+        return 0.0
+    u = (t[2:] - t[1:-1]) / (t[2:] - t[:-2])
+    v = 1 - u
+    residual = (m[1:-1] - u * m[:-2] - v * m[2:]) / np.sqrt(1 + u**2 + v**2)
+    return float(1.4826 * np.median(np.abs(residual)))
+
+
 def level(history: History, at: float) -> float:
     """The metric at a progress without its noise: a line fitted by least squares to the results nearby, at least four.
 
@@ -162,26 +186,6 @@ def fewest(history: History, noise: float, epochs: int) -> int | None:
             break
         found = length
     return found if found is not None and found <= WORTH_SAYING * epochs else None
-
-
-def training_fall(
-    last_loss: npt.NDArray[np.float32], mean_loss: npt.NDArray[np.float32], visits: float
-) -> float | None:
-    """Fall of the training loss over the last fifth of `visits` per sample, as a share of itself; None where unclear.
-
-    An exponential mean with weight a for the newest value trails a line by (1 - a) / a visits, one with a = 1/2, so mean - last
-    is the fall per visit, d; a fifth of the visits before the end the loss was last + d visits / 5. Unclear: fewer than three
-    visits, or within two standard errors of nothing. That it does not fall shows nothing: a decayed rate ends every fall.
-    """
-    known = np.isfinite(last_loss) & np.isfinite(mean_loss)
-    if visits < 3 or int(known.sum()) < 2:
-        return None
-    step = mean_loss[known].astype(np.float64) - last_loss[known]
-    fall = float(step.mean())
-    if fall <= 2 * float(step.std(ddof=1)) / np.sqrt(len(step)):
-        return None
-    fall *= SMOOTHING / (1 - SMOOTHING) * visits / 5
-    return fall / (float(last_loss[known].mean()) + fall)
 
 
 def _no_results(fall: float | None) -> str:

@@ -1,0 +1,284 @@
+"""What can happen in a run: one frozen dataclass per kind of event. Everything a report shows is in these fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from salience.events.findings import Findings
+from salience.events.timing import BottleneckFound, LeverDecided, SettingsChanged, StepSeconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStarted:
+    """A process started a run, or resumed one."""
+
+    kind: ClassVar[str] = "run"
+    salience: str = ""
+    """Version of salience."""
+    torch: str = ""
+    """Version of PyTorch."""
+    population: int = 0
+    """Number of samples in the data set."""
+    batch_size: int = 0
+    """Samples per batch and rank."""
+    epochs: int | None = None
+    """Planned number of windows; None where the run was not told."""
+    seed: int = 0
+    """The seed all plans are derived from."""
+    world: int = 1
+    """Number of ranks."""
+    drop_last: bool = False
+    """True if an incomplete last batch is dropped."""
+    select: str | Mapping[str, Any] = "observe"
+    """The resolved selection config, or "observe" or "trace"."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FilterNote:
+    """What one filter did in one window."""
+
+    name: str
+    """Name of the filter."""
+    dropped: int = 0
+    """Samples it left out."""
+    forced: int = 0
+    """Samples it insisted on."""
+    reason: str = ""
+    """Why, in words."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowPlanned:
+    """A window was planned."""
+
+    kind: ClassVar[str] = "plan"
+    window: int
+    """Window index, starting at 0."""
+    picked: int
+    """Visits in the plan."""
+    population: int
+    """Number of samples in the data set."""
+    progress: float = 0.0
+    """Progress of the run before this window, from 0 to 1."""
+    seconds: float = 0.0
+    """Seconds spent on planning so far in this process."""
+    visited: int = 0
+    """Visits made before this window."""
+    filters: tuple[FilterNote, ...] = ()
+    """One note per filter."""
+    by_importance: tuple[float, ...] | None = None
+    """Share of the samples that was picked, by tenths of importance from the least on; None where all are equal."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowClosed:
+    """A window ended."""
+
+    kind: ClassVar[str] = "window"
+    window: int
+    """Window index, starting at 0."""
+    batches: int
+    """Batches that were delivered."""
+    of: int
+    """Batches that were planned."""
+    finished: bool
+    """False if the loop left before the last batch."""
+    seconds: float
+    """Duration of the window."""
+    overhead: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Seconds salience has used so far in this process, by part."""
+    visited: int = 0
+    """Visits made so far."""
+    steps: StepSeconds | None = None
+    """Where the seconds went; None where no step was timed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluated:
+    """The user reported a validation result."""
+
+    kind: ClassVar[str] = "evaluated"
+    metric: float | None
+    """The result; higher is better. None where it was not finite."""
+    progress: float = 0.0
+    """Progress of the run, from 0 to 1."""
+    window: int = 0
+    """Number of windows done."""
+    visited: int = 0
+    """Visits made so far."""
+    more: Mapping[str, float | None] = field(default_factory=dict[str, float | None], metadata={"rest": True})
+    """Further figures the user reported, by name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Steered:
+    """keep = "auto" changed the share that is kept."""
+
+    kind: ClassVar[str] = "steered"
+    window: int
+    """First window with the new share."""
+    before: float = field(metadata={"json": "from"})
+    """Share kept before."""
+    after: float = field(metadata={"json": "to"})
+    """Share kept from now on."""
+    progress: float = 0.0
+    """Progress of the run at the validation result, from 0 to 1."""
+    metric: float | None = None
+    """The validation result behind the decision."""
+    mean: float | None = None
+    """Mean of the baseline at equal progress."""
+    spread: float | None = None
+    """Spread of the baseline at equal progress."""
+    low: float | None = None
+    """Lower end of the baseline's band at equal progress."""
+    reason: str = ""
+    """Why, in words."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SignalsChosen:
+    """The first batch of the attached model settled what gradient norms are made of."""
+
+    kind: ClassVar[str] = "signals"
+    text: str
+    """The choice in words."""
+    grad_norm: str = ""
+    """The kind of gradient norm."""
+    layers: tuple[str, ...] = ()
+    """Names of the layers used."""
+    of: int = 0
+    """Number of layers that could have been used."""
+    share: float | None = None
+    """Predicted operations as a share of those of the step."""
+    left_out: tuple[str, ...] = ()
+    """Other kinds of layers with trainable parameters."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplesScored:
+    """The background scorer returned results."""
+
+    kind: ClassVar[str] = "scored"
+    window: int
+    """Window whose weights were used."""
+    samples: int
+    """Number of samples scored."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopiesFound:
+    """Near-copies were looked for, and the result changed."""
+
+    kind: ClassVar[str] = "copies"
+    window: int
+    """Next window to be planned."""
+    samples: int
+    """Samples that belong to a group."""
+    groups: int
+    """Number of groups."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleBroken:
+    """A sample of a Source could not be read or decoded."""
+
+    kind: ClassVar[str] = "broken"
+    window: int
+    """Window in which it was noticed."""
+    id: int
+    """Id of the sample."""
+    name: str
+    """Name of the sample in its source."""
+    reason: str
+    """Why, in words."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeedCounted:
+    """What was read from a Source so far in this process."""
+
+    kind: ClassVar[str] = "feed"
+    window: int
+    """Window that has just ended."""
+    broken: int = 0
+    """Samples found broken."""
+    samples: int = 0
+    """Samples requested."""
+    bytes_used: int = 0
+    """Bytes of the samples that were handed on."""
+    bytes_sent: int = 0
+    """Bytes the store sent, including gaps between samples and repeated requests."""
+    requests: int = 0
+    """Requests, including repeated ones."""
+    retried: int = 0
+    """Requests repeated after an error."""
+    hedged: int = 0
+    """Second requests sent because the first was slow."""
+    cache: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Counters of the cache; empty where there is none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TreatCounted:
+    """What was done with the stages of augmentation so far."""
+
+    kind: ClassVar[str] = "treat"
+    window: int = 0
+    """Window that has just ended."""
+    treatment: str
+    """"fresh", "reuse" or "echo"."""
+    views: int = 1
+    """Views per fetched sample."""
+    split: int | None = None
+    """Stages before the kept intermediate; None where nothing is kept."""
+    frozen: tuple[str, ...] = ()
+    """Random stages whose draws are kept with the intermediate."""
+    fresh_shares: tuple[float | None, ...] = ()
+    """Least, median and largest share of a sample's visits that were fresh."""
+    costs_us: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
+    """Microseconds per call, by stage."""
+    saved_seconds: float = 0.0
+    """Seconds of the workers' time that reuse saved."""
+    visits: int = 0
+    """Visits so far."""
+    fresh: int = 0
+    """Visits that ran every stage."""
+    stored: int = 0
+    """Visits that ran every stage and kept the intermediate."""
+    reused: int = 0
+    """Visits that started from a kept intermediate."""
+    missed: int = 0
+    """Visits whose intermediate had to be made again."""
+    unfit: int = 0
+    """Intermediates that could not be kept."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summarised:
+    """A report was asked for."""
+
+    kind: ClassVar[str] = "observed"
+    summary: Mapping[str, Any]
+    """What `summary()` returned."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Warned:
+    """Something went wrong, and training continued."""
+
+    kind: ClassVar[str] = "warning"
+    text: str
+    """The warning."""
+
+
+EventData = (
+    RunStarted | WindowPlanned | SignalsChosen | WindowClosed | Evaluated | Steered | SamplesScored | CopiesFound
+    | Findings | SampleBroken | FeedCounted | TreatCounted | BottleneckFound | LeverDecided | SettingsChanged
+    | Summarised | Warned
+)  # fmt: skip
+"""Anything an event can say."""
+
+KINDS: dict[str, type[Any]] = {one.kind: one for one in EventData.__args__}
+"""The dataclass of each kind."""

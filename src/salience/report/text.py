@@ -1,0 +1,207 @@
+"""Reports as plain text: of a summary (`loader.report()`), and of a story (`salience report` and the page's prose)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from salience.curves import Shorter
+from salience.events import build
+from salience.report import words
+from salience.report.story import Story
+from salience.report.words import Names, count
+
+LINES = 8
+"""Classes and samples listed of each kind."""
+
+
+# ---------------------------------------------------------------- a summary
+
+
+def render(summary: Mapping[str, Any], *, names: Names = None, shown: int = LINES) -> str:
+    """What a run has learnt about its samples, from `loader.summary()`; `names` are class names."""
+    if not summary["seen"]:
+        return "Nothing was recorded yet: call loader.loss(losses, logits, targets) in the training step."
+    parts = (
+        _headline(summary),
+        _classes(summary, names, shown),
+        "\n".join(["Hardest samples:", *(_sample(one, names) for one in summary["hardest"][:shown])]),
+        _suspects(summary, names, shown),
+        _never(summary),
+        words.not_finite(summary["not_finite"]),
+    )
+    return "\n\n".join(part for part in parts if part)
+
+
+def _headline(summary: Mapping[str, Any]) -> str:
+    seen = f"{summary['seen']:,} of {summary['samples']:,} samples seen, {count(summary['visits'], 'visit')}"
+    lines = [f"{seen}, mean loss {words.loss(summary['mean_loss'])}."]
+    told, made = summary["forecast"], summary.get("selected")
+    if made is not None:
+        return "\n".join(
+            [*lines, words.selected(made["windows"], told["windows"], made["visits"], made["visits_full"])]
+        )
+    lines += words.forecast(told, build(Shorter, told))
+    if told["skipped_mean_loss"] is not None:
+        skipped = round((told["visits_full"] - told["visits"]) / told["windows"])
+        lines.append(
+            f"It would skip {skipped:,} samples per epoch, and {told['skipped_in_middle']:,} in the middle of the run, whose "
+            f"mean loss is {words.loss(told['skipped_mean_loss'])}."
+        )
+    return "\n".join(lines)
+
+
+def _name(index: int, names: Names) -> str:
+    if index < 0:
+        return "-"
+    return names[index] if names is not None and index < len(names) else str(index)
+
+
+def _classes(summary: Mapping[str, Any], names: Names, shown: int) -> str:
+    classes = sorted(summary["classes"], key=lambda c: -(c["mean_loss"] or 0))
+    if not classes:
+        return ""
+    every = summary["class_count"]
+    lines = [f"Classes, hardest first{'' if every <= shown else f' ({shown} of {every:,})'}:"]
+    head = ("samples", "mean loss", "accuracy", "of samples", "of visits")
+    lines.append(f"  {'class':<16} {head[0]:>9} {head[1]:>10} {head[2]:>9} {head[3]:>11} {head[4]:>10}")
+    for c in classes[:shown]:
+        accuracy, visits = ("-" if c[key] is None else f"{c[key]:.1%}" for key in ("accuracy", "visits"))
+        line = f"  {_name(c['label'], names):<16} {c['samples']:>9,} {words.loss(c['mean_loss']):>10} {accuracy:>9}"
+        lines.append(f"{line} {c['share']:>11.1%} {visits:>10}")
+    uneven = sorted((c for c in classes if c["reason"]), key=lambda c: c["visits"] / c["share"])
+    return "\n".join([*lines, *(f"  {_name(c['label'], names)} was {c['reason']}." for c in uneven[:shown])])
+
+
+def _sample(one: Mapping[str, Any], names: Names) -> str:
+    guess = "" if one["guess"] < 0 else f", model says {_name(one['guess'], names)}"
+    label = "" if one["label"] < 0 else f"labelled {_name(one['label'], names)}{guess}, "
+    return f"  sample {one['id']:>8}: {label}{words.history(one['mean_loss'], one['right'], one['seen'])}"
+
+
+def _suspects(summary: Mapping[str, Any], names: Names, shown: int) -> str:
+    suspects = summary.get("suspects")
+    if not suspects or not suspects["count"]:
+        return words.cannot_judge(suspects["weak"]) if suspects and suspects["weak"] else ""
+    head = f"{words.look_wrong(suspects['count'], expected=suspects['expected'])}. Most certain first:"
+    return "\n".join([
+        head, *(f"{_sample(one, names)}, {one['confidence']:.0%} certain" for one in suspects["samples"][:shown])
+    ])  # fmt: skip
+
+
+def _never(summary: Mapping[str, Any]) -> str:
+    if not summary["classes"]:
+        return ""
+    if not summary["never_learnt"]:
+        return "Every sample seen at least twice was classified correctly at least once."
+    return (
+        f"Never learnt: {count(summary['never_learnt'], 'sample')} seen at least twice and never classified correctly."
+    )
+
+
+# ---------------------------------------------------------------- a story
+
+
+def verdict(story: Story) -> str:
+    """What was trained, how well, at what cost, and what was found, in a few plain sentences."""
+    return " ".join(part for part in (_trained(story), *_cost(story), _found(story)) if part)
+
+
+def sections(story: Story) -> dict[str, str]:
+    """A sentence or two about each part of the run, by the part's name; empty where there is nothing to say."""
+    found = story.findings
+    return {
+        "time": _waiting(story),
+        "bytes": _bytes(story),
+        "stages": _stages(story),
+        "suspects": "" if found is None else words.labels(found),
+        "copies": "" if found is None else words.near_copies(found),
+        "hard": "" if found is None else words.hard(found),
+        "losses": "" if found is None else words.not_finite(found.not_finite),
+    }
+
+
+def metric(story: Story, value: float | None) -> str:
+    """A validation result: as a percentage where all of them are shares."""
+    if value is None:
+        return "-"
+    return f"{value:.1%}" if story.in_shares else f"{value:.4g}"
+
+
+def _trained(story: Story) -> str:
+    done = sum(window.finished for window in story.windows)
+    what = str(story.settings.get("model") or "The model")
+    population = max((window.population for window in story.windows), default=0)
+    if not population:
+        return "The run has planned nothing yet."
+    data = f"{population:,} samples" + (f" of {len(story.classes)} classes" if story.classes else "")
+    if story.metric is None:
+        return f"{what} trained for {count(done, 'epoch')} on {data}; no validation result was reported."
+    name = "a test accuracy of" if story.measure == "accuracy" else "a validation metric of"
+    best = "" if story.best is None or story.best <= story.metric else f" (best: {metric(story, story.best)})"
+    return f"{what} reached {name} {metric(story, story.metric)}{best} after {count(done, 'epoch')} on {data}."
+
+
+def _cost(story: Story) -> list[str]:
+    if not story.visits:
+        return []
+    took = f"Training took {words.seconds(story.seconds)}, {story.own:.1%} of it for salience itself."
+    if story.selects:
+        done = sum(window.finished for window in story.windows)
+        return [words.selected(done, story.run.epochs, story.visits, story.full), took]
+    said = [took, "Every sample was visited in every epoch."]
+    if story.shorter is None:
+        return said
+    if story.forecast is not None:
+        return said + words.forecast(story.forecast, story.shorter)
+    return said if story.shorter.cannot_say else said + words.cost(story.shorter, story.epochs)
+
+
+def _found(story: Story) -> str:
+    found = story.findings
+    if found is None:
+        return ""
+    parts: list[str] = []
+    if found.suspected:
+        parts.append(words.look_wrong(found.suspected).replace(" look", " that look", 1))
+    if found.spare:
+        parts.append(f"{found.spare:,} near-cop{'y' if found.spare == 1 else 'ies'}")
+    if story.broken:
+        parts.append(count(len(story.broken), "broken sample"))
+    said = f"Found: {words.listed(parts)}." if parts else ""
+    labels = "" if found.suspected else "Labels cannot be judged yet." if found.weak else words.labels(found)
+    return f"{said} {labels}".strip()
+
+
+def _waiting(story: Story) -> str:
+    """Where the time went: as it was measured last, or from the seconds of the steps."""
+    if story.bottlenecks:
+        return story.bottlenecks[-1].text
+    share, work = story.waiting, story.work
+    if share is None:
+        return ""
+    text, total = f"The loop spent {words.percent(share)} of its time waiting for batches.", sum(work.values())
+    if total > 0:
+        most = max(work, key=lambda name: work[name])
+        text += f" {work[most] / total:.0%} of the workers' time went into {most}."
+    return text
+
+
+def _bytes(story: Story) -> str:
+    feed = story.feed
+    if not feed:
+        return ""
+    asked = f"{feed.get('samples', 0):,.0f} samples were read in {feed.get('requests', 0):,.0f} requests"
+    cache = "" if feed.get("cache_bytes") else " No cache was used."
+    return f"{asked}; the store sent {words.size(feed.get('bytes_sent', 0))}.{cache}"
+
+
+def _stages(story: Story) -> str:
+    treated = story.treated
+    if treated is None:
+        return ""
+    saved = f", which saved {words.seconds(treated.saved_seconds)} of the workers' time" if treated.reused else ""
+    return (
+        f'Augmentation with treat="{treated.treatment}": {treated.reused:,} of {count(treated.visits, "visit")} started from a '
+        f"kept intermediate{saved}."
+    )

@@ -1,0 +1,98 @@
+"""Class by class and visit by visit: what a ledger says about shares, losses and how often samples were trained on."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from salience.events import ClassFinding, VisitFinding
+from salience.ledger import Ledger
+from salience.select.view import Bools
+
+UNEVEN = 1.25
+"""A class is explained when it gets this many times more or less than its share."""
+BINS = 24
+"""Bins of a histogram at most."""
+MOST_CLASSES = 1000
+"""Classes that are listed at most."""
+
+
+def class_findings(ledger: Ledger, suspect: Bools) -> tuple[int, tuple[ClassFinding, ...]]:
+    """The number of classes, and what each has and got; of more than MOST_CLASSES, the hardest. `suspect` is bool [n]."""
+    has = ledger.label >= 0
+    if not has.any():
+        return 0, ()
+    present, label = np.unique(ledger.label[has], return_inverse=True)
+    known, guess = np.isfinite(ledger.mean_loss[has]), ledger.guess[has]
+    losses = np.where(known, ledger.mean_loss[has], 0).astype(np.float64)
+
+    def total(values: np.ndarray | None = None) -> np.ndarray:
+        return np.bincount(label, values, minlength=len(present))
+
+    size, visits, known_of = total(), total(ledger.trained[has].astype(np.float64)), total(known)
+    loss = total(losses) / np.maximum(1, known_of)
+    guessed, right = total(guess >= 0), total((guess >= 0) & (guess == ledger.label[has]))
+    suspected = total(suspect[has]) / size
+    overall = float(losses.sum() / max(1, int(known.sum()))), float(suspect[has].sum() / has.sum())
+    shown = np.arange(len(present))
+    if len(present) > MOST_CLASSES:
+        shown = np.sort(np.argsort(-loss, kind="stable")[:MOST_CLASSES])
+    found: list[ClassFinding] = []
+    for c in shown.tolist():
+        share, got = float(size[c] / size.sum()), float(visits[c] / visits.sum()) if visits.any() else None
+        found.append(
+            ClassFinding(
+                label=int(present[c]),
+                samples=int(size[c]),
+                share=share,
+                visits=got,
+                mean_loss=float(loss[c]) if known_of[c] else None,
+                accuracy=float(right[c] / guessed[c]) if guessed[c] else None,
+                reason="" if got is None else _unevenness(got / share, (loss[c], suspected[c]), overall),
+            )
+        )
+    return len(present), tuple(found)
+
+
+def _unevenness(ratio: float, own: tuple[float, float], overall: tuple[float, float]) -> str:
+    """Why a class was visited `ratio` times its share, from (mean loss, share of suspected labels) of it and of all."""
+    if 1 / UNEVEN < ratio < UNEVEN:
+        return ""
+    reason = f"visited {ratio:.2g}x its share: mean loss {own[0]:.2g} against {overall[0]:.2g} overall"
+    if ratio < 1 and own[1] > UNEVEN * overall[1]:
+        reason += f", {own[1]:.0%} of its labels look wrong against {overall[1]:.0%}"
+    return reason
+
+
+def visit_findings(ledger: Ledger, *, windows: int, visits: int) -> VisitFinding:
+    """How often samples were trained on in `windows` windows with `visits` visits, and how hard they are."""
+    times = ledger.trained.astype(np.int64)
+    edges, (often, seldom) = _losses(ledger, (2 * times > windows, 2 * times <= windows))
+    return VisitFinding(
+        counted=int(times.sum()) <= visits,
+        always=int((times >= windows).sum()),
+        sometimes=int(((times > 0) & (times < windows)).sum()),
+        never=int((times == 0).sum()),
+        times=_times(times),
+        loss_edges=edges,
+        often=often,
+        seldom=seldom,
+    )
+
+
+def _times(times: np.ndarray) -> tuple[tuple[int, int, int], ...]:
+    """How many samples came how often, in at most BINS steps of equal width."""
+    width = -(-(int(times.max()) + 1) // BINS)
+    counts = np.bincount(times // width)
+    return tuple((i * width, (i + 1) * width - 1, count) for i, count in enumerate(counts.tolist()))
+
+
+def _losses(ledger: Ledger, groups: tuple[np.ndarray, ...]) -> tuple[tuple[float, ...], tuple[tuple[int, ...], ...]]:
+    known = np.isfinite(ledger.mean_loss)
+    if not known.any():
+        return (), ((), ())
+    loss = np.maximum(ledger.mean_loss, 1e-6)
+    low, high = np.quantile(loss[known], 0.005), loss[known].max()
+    edges = np.geomspace(low, max(high, low * 1.1), BINS + 1)
+    at = np.clip(loss, edges[0], edges[-1])
+    counts = tuple(tuple(np.histogram(at[known & group], edges)[0].tolist()) for group in groups)
+    return tuple(edges.tolist()), counts
