@@ -8,8 +8,11 @@ import torch
 
 from salience.errors import Misattributed
 from salience.ledger import Ledger, Recorder
-from salience.ledger.recorder import HOLD
+from salience.ledger.recorder import ENTERED_TOGETHER
 from salience.ledger.statistics import LOGIT_ROWS, finish, reduce_batch
+
+MANY = 2 * ENTERED_TOGETHER // 16 + 3
+"""Batches of 16."""
 
 
 def test_statistics_match_their_formulas():
@@ -41,9 +44,9 @@ def test_a_logit_of_minus_infinity_leaves_the_entropy_finite():
 @pytest.mark.parametrize("overlap", [False, True])
 def test_entering_late_and_together_equals_entering_at_once(overlap):
     g = torch.Generator().manual_seed(0)
-    late, at_once = Ledger(16 * (2 * HOLD + 3)), Ledger(16 * (2 * HOLD + 3))
+    late, at_once = Ledger(16 * MANY), Ledger(16 * MANY)
     recorder = Recorder(late)
-    for k in range(2 * HOLD + 3):
+    for k in range(MANY):
         ids = torch.randint(0, 2000, (16,), generator=g).numpy() if overlap else np.arange(16 * k, 16 * k + 16)
         losses = torch.rand(16, generator=g)
         recorder.record(ids, losses, window=1)
