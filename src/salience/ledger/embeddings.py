@@ -80,6 +80,10 @@ class Embeddings:
         self.scatter += (apart.T @ apart).numpy()
         self.weight = FORGET * self.weight + int(torch.count_nonzero(seen))
 
+    def copy(self) -> Embeddings:
+        """These as they are now, for somebody who reads them while more visits come."""
+        return Embeddings.from_state(self.state_dict())
+
     def state_dict(self) -> dict[str, npt.NDArray[Any]]:
         return {
             "mean": self.mean.copy(),

@@ -47,6 +47,8 @@ class Losses(Watching):
         begin = time.perf_counter()
         self.steps.lost(losses.device)
         batch = self._batch_of(ids)
+        if self._copies is not None:
+            self._copies.begin()
         kept = batch.kept
         if kept is None and self._picks < 1:
             kept = self._pick("loss", batch, losses, logits, targets)
@@ -61,11 +63,12 @@ class Losses(Watching):
             choice = self._attached.watch(losses, batch.ids, kept, window=batch.window)
             if choice is not None:
                 self.events.emit("signals", **asdict(choice), text=choice.text)
-            features = None if self._copies is None else self._attached.take_features()
+            wanted = self._copies is not None and self._copies.wants(batch.window)
+            features = self._attached.take_features() if wanted else None
             if features is not None and len(features) in (len(batch.ids), count):
                 of = kept if len(features) < len(batch.ids) else None
                 self._recorder.features(batch.ids, features, of, window=batch.window)
-            elif self._recorder.embeddings is not None:
+            elif wanted and self._recorder.embeddings is not None:
                 self._warn_once(
                     "The attached model gives no features (what its last Linear is given): no near-copies by them."
                 )
