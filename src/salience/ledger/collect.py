@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-BATCHES = 16
-"""Batches collected at the most."""
-HOST_BYTES = 1 << 20
-"""Bytes collected on the host, so that they are still in the processor's cache when they are used."""
-DEVICE_BYTES = 16 << 20
+ON_HOST, ON_DEVICE = (32, 1 << 20), (16, 16 << 20)
+"""Batches and bytes collected at the most; on the host they should still be in the processor's cache when they are used."""
 
 Parts = Sequence[Tensor | None]
 
@@ -29,6 +28,10 @@ class Collected:
             None if part is None else torch.empty((self.limit, *part.shape[1:]), dtype=part.dtype, device=first.device)
             for part in parts
         ]
+        self._arrays: list[npt.NDArray[Any] | None] | None = None
+        """The buffers, where all is on the host: there NumPy copies with less ado."""
+        if all(part is None or (part.device.type == "cpu" and part.dtype != torch.bfloat16) for part in parts):
+            self._arrays = [None if buffer is None else buffer.numpy() for buffer in self._buffers]
 
     def fits(self, parts: Parts) -> bool:
         """True if these are tensors of the same kind and there is room for them."""
@@ -39,6 +42,11 @@ class Collected:
         """Copy: the caller may modify these in place."""
         assert parts[0] is not None
         start, self.rows = self.rows, self.rows + parts[0].shape[0]
+        if self._arrays is not None:
+            for array, part in zip(self._arrays, parts, strict=True):
+                if array is not None and part is not None:
+                    array[start : self.rows] = part.detach().numpy()
+            return
         for buffer, part in zip(self._buffers, parts, strict=True):
             if buffer is not None and part is not None:
                 buffer[start : self.rows].copy_(part.detach(), non_blocking=True)
@@ -52,8 +60,8 @@ class Collected:
 def worth_collecting(parts: Parts) -> int:
     """How many batches like this one to collect; 1 where the batch is large enough by itself."""
     size = sum(part.numel() * part.element_size() for part in parts if part is not None)
-    on_host = parts[0] is None or parts[0].device.type == "cpu"
-    return max(1, min(BATCHES, (HOST_BYTES if on_host else DEVICE_BYTES) // max(1, size)))
+    batches, limit = ON_HOST if parts[0] is None or parts[0].device.type == "cpu" else ON_DEVICE
+    return max(1, min(batches, limit // max(1, size)))
 
 
 def _kind(parts: Parts) -> list[object]:
