@@ -10,8 +10,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from salience.errors import LossError
 from salience.events import EventLog
 from salience.ledger import Ledger
+from salience.ledger.compiled import register, weighted_sum
 from salience.ledger.copies import Copies
 from salience.plan import Plan, Trace
 from salience.ranks import current_ranks
@@ -85,6 +87,7 @@ class Door:
 
     def __init__(self, run: Run, source: BatchSource, make_scorer: MakeScorer | None = None) -> None:
         self._run, self._doors, self._make_scorer = run, Doors(run, source), make_scorer
+        self._handle = register(run)
         if run.planning.lacks_baseline:
             run.voice.warn(
                 'keep = "auto" has no baseline and stays at its default curve; pass baseline= the event log(s) of earlier '
@@ -120,8 +123,13 @@ class Door:
         the mean is over the samples picked here.
 
         Each batch has one loss, in the order of delivery; a loop that fetches ahead passes the `ids` that came with the
-        batch. `again=True` allows a second loss for the same batch.
+        batch. `again=True` allows a second loss for the same batch. Inside a step compiled by `torch.compile` it is one
+        operator of the graph.
         """
+        if torch.compiler.is_compiling():
+            if ids is not None:
+                raise LossError("loss() inside a compiled step takes no ids=; call it outside, or drop ids.")
+            return weighted_sum(losses, logits, targets, self._handle)
         return self._run.loss(losses, logits, targets, ids, again=again)
 
     def skip(self) -> None:
@@ -188,7 +196,7 @@ class Door:
         searching = run.copying.search is not None
         run.sensing.attach(
             model, grad_norm=grad_norm or ("auto" if run.planning.reads("grad_norm") else None), every=every,
-            takes_features=features or searching, keeps_features=searching, features=kept, proxy=proxy,
+            takes_features=features or searching, features=kept, proxy=proxy,
             proxy_optimizer=proxy_optimizer, background=background, make_scorer=self._make_scorer,
         )  # fmt: skip
 

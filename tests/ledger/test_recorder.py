@@ -8,8 +8,11 @@ import torch
 
 from salience.errors import Misattributed
 from salience.ledger import Ledger, Recorder
-from salience.ledger.recorder import HOLD
+from salience.ledger.recorder import ENTERED_TOGETHER
 from salience.ledger.statistics import LOGIT_ROWS, finish, reduce_batch
+
+MANY = 2 * ENTERED_TOGETHER // 16 + 3
+"""Batches of 16."""
 
 
 def test_statistics_match_their_formulas():
@@ -41,9 +44,9 @@ def test_a_logit_of_minus_infinity_leaves_the_entropy_finite():
 @pytest.mark.parametrize("overlap", [False, True])
 def test_entering_late_and_together_equals_entering_at_once(overlap):
     g = torch.Generator().manual_seed(0)
-    late, at_once = Ledger(16 * (2 * HOLD + 3)), Ledger(16 * (2 * HOLD + 3))
+    late, at_once = Ledger(16 * MANY), Ledger(16 * MANY)
     recorder = Recorder(late)
-    for k in range(2 * HOLD + 3):
+    for k in range(MANY):
         ids = torch.randint(0, 2000, (16,), generator=g).numpy() if overlap else np.arange(16 * k, 16 * k + 16)
         losses = torch.rand(16, generator=g)
         recorder.record(ids, losses, window=1)
@@ -101,3 +104,30 @@ def test_batches_reduced_together_are_recorded_as_if_each_were_reduced_alone():
     assert together.seen.sum() > 0
     for name in together:
         np.testing.assert_array_equal(together[name], alone[name], err_msg=name)
+
+
+@pytest.mark.gpu
+def test_recording_from_a_gpu_waits_for_nothing_until_the_flush():
+    device = torch.device("cuda")
+    g = torch.Generator().manual_seed(0)
+    on_gpu, on_host = Recorder(Ledger(MANY * 16)), Recorder(Ledger(MANY * 16))
+    order = torch.randperm(MANY * 16, generator=g).numpy().reshape(MANY, 16)
+    logits = torch.randn(MANY, 16, 10, generator=g)
+    targets = torch.from_numpy(order % 10)
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    moved = [part.to(device) for part in (losses, logits, targets)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for k in range(MANY):
+            on_gpu.record(order[k], *(part[k] for part in moved), window=0, number=k, hint=targets[k])
+            on_gpu.features(order[k], moved[1][k].repeat(1, 13)[:, :128], window=0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for k in range(MANY):
+        on_host.record(order[k], losses[k], logits[k], targets[k], window=0, number=k)
+    for recorder in (on_gpu, on_host):
+        recorder.flush()
+    assert (on_gpu.ledger.seen == 1).all()
+    np.testing.assert_array_equal(on_gpu.ledger.guess, on_host.ledger.guess)
+    np.testing.assert_allclose(on_gpu.ledger.margin, on_host.ledger.margin, rtol=1e-4, atol=1e-5)

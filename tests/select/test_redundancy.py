@@ -16,7 +16,7 @@ from salience.ledger.copies import Copies, both, byte_copies, connected
 from salience.ledger.embeddings import Embeddings
 from salience.select import Clock, View
 from salience.select.neighbours import EXACT, nearest
-from salience.select.redundancy import by_chance, in_units_of_scatter, near_copies, redundancy
+from salience.select.redundancy import CopySearch, by_chance, in_units_of_scatter, near_copies, pause, redundancy
 
 ONCE = {"filters": ["redundancy"], "scores": [], "sampler": "uniform", "keep": 1.0}
 EARLY = {**ONCE, "filters": [{"name": "redundancy", "visits": 3}]}
@@ -180,6 +180,91 @@ def test_the_filter_leaves_out_all_but_one_and_says_so():
         redundancy(view, ratio=2)
 
 
+# ---------------------------------------------------------------- the search beside the training
+
+
+def visited(search: CopySearch, x: np.ndarray, times: int, seed: int = 0) -> CopySearch:
+    """Every sample is visited so many times."""
+    rng = np.random.default_rng(seed)
+    search.embeddings = search.embeddings or Embeddings(*x.shape)
+    for _ in range(times):
+        for ids in np.array_split(rng.permutation(len(x)), 8):
+            search.embeddings.record(ids, (x[ids] + rng.normal(0, 0.2, (len(ids), x.shape[1]))).astype(np.float32))
+    return search
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_one_edge_searches_for_the_next_one_knows_whatever_happens_in_between(begun):
+    x, origin = clouds(600, 200)
+    label = np.zeros(len(x), dtype=np.int32)
+    search = visited(CopySearch(len(x), visits=4), x, 4)
+    wanted = near_copies(search.embeddings, label)
+    assert not search.look(label)
+    assert search.found is None
+    if begun:
+        search.begin()
+    visited(search, x, 1, seed=1)  # comes too late for this search
+    assert search.look(label)
+    np.testing.assert_array_equal(search.found.group, wanted.group)
+    assert found_of(search.found.group, origin)[0] > 0.9
+
+
+def test_a_search_under_way_is_saved_as_what_it_will_find():
+    x, _ = clouds(600, 200)
+    label = np.zeros(len(x), dtype=np.int32)
+    search = visited(CopySearch(len(x), visits=4), x, 4)
+    search.look(label)
+    search.begin()
+    again = CopySearch(len(x), visits=4)
+    again.load_state_dict(search.state_dict())
+    assert again.found is None
+    for one in (search, again):
+        assert one.look(label)
+        assert not one.look(label)
+    np.testing.assert_array_equal(again.found.group, search.found.group)
+    assert again.next_look == search.next_look
+
+
+def test_the_last_look_answers_at_once_and_takes_what_was_under_way():
+    x, origin = clouds(600, 200)
+    label = np.zeros(len(x), dtype=np.int32)
+    search = visited(CopySearch(len(x)), x, 4)  # too few visits for any other look
+    assert not search.look(label)
+    assert search.look(label, last=True)
+    assert found_of(search.found.group, origin)[0] > 0.9
+    assert not search.look(label, last=True)
+    visited(search, x, 7)
+    assert not search.look(label)
+    search.begin()
+    assert search.look(label, last=True)
+    assert not search.look(label, last=True)
+
+
+def test_a_search_that_fails_says_so_where_its_result_is_taken():
+    x, _ = clouds(100, 50)
+    search = visited(CopySearch(len(x), visits=2), x, 2)
+    search.look(np.zeros(5, dtype=np.int32))  # labels of another data set
+    search.begin()
+    with pytest.raises(IndexError):
+        search.look(np.zeros(len(x), dtype=np.int32))
+
+
+@pytest.mark.parametrize("n", [10, 5_000, 50_000, 10_000_000])
+def test_pauses_between_looks_grow_with_the_search_and_with_visits(n):
+    assert 3 <= pause(n, 6) <= 9
+    assert pause(n, 60) >= pause(n, 6)
+    assert pause(2 * n, 6) >= pause(n, 6)
+
+
+def test_features_are_wanted_of_every_window_until_copies_were_looked_for():
+    x, _ = clouds(600, 200)
+    search = visited(CopySearch(len(x), visits=4), x, 4)
+    assert all(search.wants(window) for window in range(8))
+    search.look(np.zeros(len(x), dtype=np.int32), last=True)
+    assert [search.wants(window) for window in range(8)] == [True, False, False, False] * 2
+    assert not CopySearch(len(x), given=x).wants(0)
+
+
 # ---------------------------------------------------------------- runs
 
 
@@ -224,7 +309,7 @@ def test_features_of_the_model_in_training_find_them_and_resume_remembers():
     recall, precision = found_of(whole.copies.group, origin)
     assert recall > 0.9
     assert precision > 0.9
-    state = train_on(x, y, 8, stop=5).state_dict()
+    state = train_on(x, y, 8, stop=6).state_dict()
     again = salience.Loader(
         TensorDataset(x, y), 64, epochs=8, select={**ONCE, "filters": [{"name": "redundancy", "visits": 3}]}
     )

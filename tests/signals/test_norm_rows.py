@@ -6,7 +6,10 @@ import numpy as np
 import torch
 
 from salience.ledger import Ledger, Recorder
-from salience.ledger.recorder import HOLD
+from salience.ledger.recorder import ENTERED_TOGETHER
+
+MANY = 2 * ENTERED_TOGETHER // 16 + 3
+"""Batches of 16."""
 
 
 def test_norms_between_batches_change_no_other_column_and_the_last_one_stands():
@@ -14,7 +17,7 @@ def test_norms_between_batches_change_no_other_column_and_the_last_one_stands():
     plain, normed = Ledger(1000), Ledger(1000)
     recorders = [Recorder(plain), Recorder(normed)]
     wanted = np.full(1000, np.nan, dtype=np.float32)
-    for _ in range(2 * HOLD + 3):
+    for _ in range(MANY):
         ids, losses = torch.randperm(1000, generator=g)[:16].numpy(), torch.rand(16, generator=g)
         for recorder in recorders:
             recorder.record(ids, losses, window=1)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from salience.errors import ConfigError
 from salience.ledger.columns import COUNT_LIMIT
@@ -16,6 +17,10 @@ Vectors = npt.NDArray[np.float32]
 
 FORGET = 0.9995
 """Of the scatter after each batch: the model moves, and old batches tell little of how it scatters now."""
+SURELY = 32
+"""Visits per direction from which on the scatter is known well enough to follow it by a part of the batches."""
+OF_BATCHES = 4
+"""One of so many is that part. Which ones, their first ids say: a resumed run takes the same."""
 
 
 class Embeddings:
@@ -52,19 +57,32 @@ class Embeddings:
 
     def record(self, ids: npt.NDArray[np.int64], vectors: Vectors) -> None:
         """One visit of each of `ids`, vectors float32 [B, width]:  m += (v - m) / k. What is not finite is left out."""
-        whole = np.isfinite(vectors).all(axis=1)
-        if not whole.all():
-            ids, vectors = ids[whole], vectors[whole]
-        seen = self.visits[ids].astype(np.float32)[:, None]
-        old = torch.from_numpy(self.mean[ids]).float().numpy()
-        step = vectors - old
-        self.mean[ids] = torch.from_numpy(old + step / (seen + 1)).half().numpy()
-        again = seen[:, 0] > 0
-        # The distance to a mean of k other visits is sqrt((k + 1) / k) times too long.
-        apart = step[again] * np.sqrt(seen[again] / (seen[again] + 1))
-        self.scatter = FORGET * self.scatter + apart.T @ apart
-        self.weight = FORGET * self.weight + len(apart)
-        self.visits[ids] = np.minimum(self.visits[ids], COUNT_LIMIT - 1) + 1
+        v = torch.from_numpy(vectors)
+        if not torch.isfinite(v.sum()):
+            whole = np.isfinite(vectors).all(axis=1)
+            ids, v = ids[whole], torch.from_numpy(vectors[whole])
+        visits = self.visits.take(ids)
+        seen = torch.from_numpy(visits.astype(np.float32)).unsqueeze(1)
+        mean = torch.from_numpy(self.mean.take(ids, axis=0)).float()
+        step = v - mean
+        self.mean[ids] = mean.addcdiv_(step, seen + 1).half().numpy()
+        self.visits[ids] = np.minimum(visits, COUNT_LIMIT - 1) + 1
+        if len(ids) and (self.weight < SURELY * self.width or int(ids[0]) % OF_BATCHES == 0):
+            self._scatter(step, seen)
+
+    def _scatter(self, step: Tensor, seen: Tensor) -> None:
+        """The distance to a mean of k other visits is sqrt((k + 1) / k) times too long; first visits have none.
+
+        By torch, since the threads that NumPy starts for a product of this size cost more than the product.
+        """
+        apart = step.mul_((seen / (seen + 1)).sqrt_())
+        self.scatter *= FORGET
+        self.scatter += (apart.T @ apart).numpy()
+        self.weight = FORGET * self.weight + int(torch.count_nonzero(seen))
+
+    def copy(self) -> Embeddings:
+        """These as they are now, for somebody who reads them while more visits come."""
+        return Embeddings.from_state(self.state_dict())
 
     def state_dict(self) -> dict[str, npt.NDArray[Any]]:
         return {

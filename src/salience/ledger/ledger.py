@@ -20,6 +20,7 @@ from salience.ledger.columns import (
     bytes_per_sample,
     vote_bytes_per_sample,
 )
+from salience.ledger.likeliest import strongest
 from salience.ledger.statistics import CLASSES
 
 Array = npt.NDArray[Any]
@@ -142,50 +143,57 @@ class Ledger:
 
     def _update(self, ids: Ids, rows: Rows, times: Array | None, window: int, trained: bool) -> None:
         loss = rows["loss"]
-        old = self.mean_loss[ids]
+        old = self.mean_loss.take(ids)
         first = np.isnan(old)
         step = loss - old
         # Exponential mean and variance (West 1979): m += a d;  v = (1-a)(v + a d^2); the first visit has d = v = 0.
-        var = self.var_loss[ids]
+        var = self.var_loss.take(ids)
         if first.any():
             step[first] = var[first] = 0
-        waited = np.maximum(window - self.last_seen[ids], 1)
+        new = np.uint16(1) if times is None else times.astype(np.uint16)
+        if "margin" in rows:
+            self._update_classified(ids, rows, new, window)
         self.last_loss[ids] = loss
         self.mean_loss[ids] = loss - (1 - SMOOTHING) * step
-        self.var_loss[ids] = (1 - SMOOTHING) * (var + SMOOTHING * step * step)
+        step *= step
+        self.var_loss[ids] = (1 - SMOOTHING) * (var + SMOOTHING * step)
         self.last_seen[ids] = window
-        new = np.uint16(1) if times is None else times.astype(np.uint16)
-        self.seen[ids] = _saturated(self.seen[ids], new)
+        self.seen[ids] = _saturated(self.seen.take(ids), new)
         if trained:
-            self.trained[ids] = _saturated(self.trained[ids], new)
-        if "margin" in rows:
-            self._update_classified(ids, rows, new, waited)
+            self.trained[ids] = _saturated(self.trained.take(ids), new)
         if "grad_norm" in rows:
             self.grad_norm[ids] = rows["grad_norm"]
 
-    def _update_classified(self, ids: Ids, rows: Rows, new: Any, waited: Array) -> None:
+    def _update_classified(self, ids: Ids, rows: Rows, new: Any, window: int) -> None:
+        """Before `last_seen` is brought up to date: what was known fades with the windows since then."""
         label = rows["target"].astype(np.int32)
         guess = rows["guess"].astype(np.int32)
-        before = self.guess[ids]
         right = guess == label
-        self.right[ids] = _saturated(self.right[ids], right * new)
-        lost = ids[(before == label) & ~right]
-        self.forgotten[lost] = _saturated(self.forgotten[lost], np.uint16(1))
+        self.right[ids] = _saturated(self.right.take(ids), right * new)
+        lost = ids[(self.guess.take(ids) == label) & ~right]
+        self.forgotten[lost] = _saturated(self.forgotten.take(lost), np.uint16(1))
         self.guess[ids] = guess
-        self.other[ids] = np.where(rows["other"] <= CLASS_LIMIT, rows["other"], -1).astype(np.int16)
+        other = rows["other"]
+        self.other[ids] = np.where(other <= CLASS_LIMIT, other, -1).astype(np.int16)
         for name in ("el2n", "entropy"):
             self[name][ids] = _half(rows[name])
         margin = rows["margin"]
-        self.margin[ids] = _smoothed(self.margin[ids], margin)
+        self.margin[ids] = _smoothed(self.margin.take(ids), margin)
         for name in ("confidence", "guess_p"):
-            self[name][ids] = _half(_smoothed(_single(self[name][ids]), rows[name]))
-        self.margin_sum[ids] += margin * new
+            self[name][ids] = _half(_smoothed(_single(self[name].take(ids)), rows[name]))
+        self.margin_sum[ids] = self.margin_sum.take(ids) + margin * new
         if "p_0" in rows:
-            classes = np.stack([rows[name] for name in CLASSES], axis=1).astype(np.int32)
-            p = np.stack([rows[f"p_{k}"] for k in range(VOTES)], axis=1)
-            decay = (VOTE_DECAY ** waited.astype(np.float32))[:, None]
-            self.vote[ids], strength = averaged_votes(self.vote[ids], _single(self.vote_p[ids]), classes, p, decay)
-            self.vote_p[ids] = _half(strength)
+            waited = np.maximum(window - self.last_seen.take(ids), 1)
+            self._update_votes(ids, rows, VOTE_DECAY ** waited.astype(np.float32))
+
+    def _update_votes(self, ids: Ids, rows: Rows, decay: Array) -> None:
+        classes = np.stack([rows[name] for name in CLASSES]).astype(np.int32)
+        p = np.stack([rows[f"p_{k}"] for k in range(VOTES)])
+        known = self.vote.take(ids, axis=0).T, np.ascontiguousarray(_single(self.vote_p.take(ids, axis=0)).T)
+        vote, strength = averaged_votes(*known, classes, p, decay)
+        strength = _half(strength)
+        for k in range(VOTES):  # one column at a time: several times as fast as whole rows
+            self.vote[:, k][ids], self.vote_p[:, k][ids] = vote[k], strength[k]
 
     def _count(self, name: str, ids: Ids, times: Array) -> None:
         self[name][ids] = _saturated(self[name][ids], times.astype(np.uint16))
@@ -224,20 +232,19 @@ def block_bytes(n: int) -> int:
 
 
 def averaged_votes(vote: Array, strength: Array, classes: Array, p: Array, decay: Array) -> tuple[Array, Array]:
-    """Fold one more prediction per sample into its votes, [B, VOTES] each, the likeliest first; `decay` is b, [B, 1].
+    """Fold one more prediction per sample into its votes, [VOTES, B] each, the likeliest first; `decay` is b, [B].
 
     t <- b t + (1 - b) p, over the classes either side names; the VOTES strongest stay. The first prediction is taken as
     it is.
     """
-    first = strength[:, :1] <= 0
-    old = np.where(first, 0, decay * strength)
-    new = np.where(first, p, (1 - decay) * p)
-    same = (vote[:, :, None] == classes[:, None, :]) & (old[:, :, None] > 0)  # [B, old, new]
-    old = old + (same * new[:, None, :]).sum(axis=2)
-    new = np.where(same.any(axis=1), 0, new)
-    both, which = np.concatenate((old, new), axis=1), np.concatenate((vote, classes), axis=1)
-    order = np.argsort(-both, axis=1, kind="stable")[:, :VOTES]
-    return np.take_along_axis(which, order, axis=1), np.take_along_axis(both, order, axis=1)
+    decay = np.where(strength[0] > 0, decay, np.float32(0))
+    both = np.concatenate((decay * strength, (1 - decay) * p))
+    old, new = both[:VOTES], both[VOTES:]
+    same = (vote[:, None] == classes) & (old > 0)[:, None]  # [old, new, B]
+    old += (same * new).sum(axis=1)
+    new[same.any(axis=0)] = 0
+    strength, vote = strongest(both, np.concatenate((vote, classes)))
+    return vote, strength
 
 
 def id_order(ids: Ids) -> npt.NDArray[np.int64]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from salience.errors import Misattributed
+from salience.ledger.collect import Collected, worth_collecting
 from salience.ledger.embeddings import Embeddings
 from salience.ledger.exchange import exchange
 from salience.ledger.ledger import Ids, Ledger, Rows, has_doubles, id_order
@@ -19,53 +23,35 @@ from salience.ranks import Ranks
 Flags = tuple[int, bool, bool]
 """window, seen, trained."""
 
-HOLD = 128
-"""Batches entered into the ledger together: fewer, larger array operations."""
-FEW = 8
-"""The same where only losses are known: then the arrays should stay in the processor's cache."""
-TOGETHER = 16
-"""Batches whose statistics are made together on a device: a training step waits for each launch there, small or large."""
-LARGE = 1 << 20
-"""Bytes of logits from which a batch is reduced at once rather than held on the device."""
+ENTERED_TOGETHER = 4096
+"""Samples entered into the ledger in one go: few array operations, on arrays that stay in the processor's cache."""
+
+SCATTERED = 1 << 17
+"""Samples in a ledger from which on its columns are visited in order."""
 
 
 @dataclass(slots=True)
 class _Pending:
-    ids: Ids
+    """Batches whose statistics stand side by side in one matrix."""
+
+    ids: list[Ids]
     names: tuple[str, ...]
     values: Tensor
-    """float32 [rows, B] in host memory, valid once `copied` has happened."""
-    window: int
+    """float32 [rows, samples] in host memory, valid once `copied` has happened."""
+    flags: Flags
     copied: torch.cuda.Event | None = None
     kept: Tensor | None = None
-    """Positions in `ids` that go into a gradient, where only some do."""
-    hint: Tensor | None = None
-    """Integer targets as they were delivered with the batch, to catch a look-ahead loop at once."""
-    seen: bool = True
-    trained: bool = True
-    number: int | None = None
-    """Of the batch in a plan in which no id stands twice."""
+    """Positions in `ids` (of one batch) that go into a gradient, where only some do."""
+    hints: list[Tensor | None] = field(default_factory=list[Tensor | None])
+    """Integer targets as they were delivered with each batch, to catch a look-ahead loop at once."""
+    numbers: list[int | None] = field(default_factory=list[int | None])
+    """Of each batch in a plan in which no id stands twice."""
 
-
-@dataclass(slots=True)
-class _OnDevice:
-    """A batch whose statistics are still to be made."""
-
-    item: _Pending
-    losses: Tensor
-    logits: Tensor | None
-    targets: Tensor | None
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """What batches must share to be reduced together."""
-        z, y = self.logits, self.targets
-        return (
-            self.losses.dtype,
-            self.losses.device,
-            None if z is None else (z.dtype, z.shape[1]),
-            None if y is None else y.dtype,
-        )
+    def batches(self) -> Iterator[tuple[Ids, Tensor]]:
+        """Ids (of one batch: the kept ones) and values of each batch."""
+        ids = self.ids if self.kept is None else [self.ids[0][self.kept.numpy()]]
+        sizes = [len(part) for part in ids]
+        return zip(ids, self.values.split(sizes, dim=1) if self.names else [_NOTHING] * len(sizes), strict=True)
 
 
 _AFTERWARDS = {NORM_ROWS: 1, FEATURE_ROWS: 2}
@@ -77,14 +63,21 @@ class Recorder:
     def __init__(self, ledger: Ledger, ranks: Ranks | None = None, *, together: int | None = None) -> None:
         self.ledger = ledger
         self._together = together
-        """Batches reduced together; None = one on the CPU, TOGETHER elsewhere."""
-        self._on_device: list[_OnDevice] = []
+        """Batches reduced together; None = as many as pay."""
+        self._collected: Collected | None = None
+        self._coming: _Pending | None = None
+        """The batches in `_collected`, without their statistics."""
+        self._features: Collected | None = None
+        self._featured: list[Ids] = []
+        """The batches in `_features`."""
         self.bad = 0
         """Losses that were not finite since this was last set to 0."""
         self.embeddings: Embeddings | None = None
         """Where features go; with several ranks, on rank 0."""
         self._ranks = ranks
         self._pending: deque[_Pending] = deque()
+        self._waiting = 0
+        """Samples in `_pending`."""
         self._hints_hold = True
 
     def record(
@@ -100,52 +93,50 @@ class Recorder:
         number: int | None = None,
     ) -> None:
         """Take one batch. With its `number` in a plan without doubles, nobody has to look for them."""
-        hint = hint if targets is not None and self._hints_hold else None
-        item = _Pending(ids, (), _NOTHING, window, hint=hint, trained=trained, number=number)
-        together = self._together or (1 if losses.device.type == "cpu" else TOGETHER)
-        large = logits is not None and logits.numel() * logits.element_size() > LARGE
-        if together == 1 or large:
-            self._reduce([_OnDevice(item, losses, logits, targets)])
+        if hint is not None:
+            hint = self._checked_hint(hint, targets)
+        flags, parts = (window, True, trained), (losses, logits, targets)
+        coming, collected = self._coming, self._collected
+        fits = collected is not None and collected.fits(parts)
+        if coming is not None and (not fits or coming.flags != flags):
+            self._reduce()
+            coming, fits = None, collected is not None and collected.fits(parts)
+        if not fits:
+            together = self._together or worth_collecting(parts)
+            collected = self._collected = Collected(parts, together) if together > 1 else None
+        if coming is None:
+            coming = self._coming = _Pending([], (), _NOTHING, flags)
+        coming.ids.append(ids)
+        coming.hints.append(hint)
+        coming.numbers.append(number)
+        if collected is None:
+            self._reduce(parts)
             return
-        # What the caller does with its tensors afterwards is no concern of ours: a copy costs one small launch each.
-        z, y = (None if part is None else part.detach().to(losses.device, copy=True) for part in (logits, targets))
-        held = _OnDevice(item, losses.detach().clone(), z, y)
-        if self._on_device and self._on_device[-1].kind != held.kind:
-            self._reduce_all()
-        self._on_device.append(held)
-        if len(self._on_device) >= together:
-            self._reduce_all()
+        collected.add(parts)
+        if collected.rows == collected.limit:
+            self._reduce()
 
-    def _reduce_all(self) -> None:
-        held, self._on_device = self._on_device, []
-        if held:
-            self._reduce(held)
-
-    def _reduce(self, held: list[_OnDevice]) -> None:
-        """Make the statistics of batches of one kind, send them to the host in one piece, and hand every batch its part."""
-        losses, logits, targets = ([getattr(h, name) for h in held] for name in ("losses", "logits", "targets"))
-        names, values = reduce_batch(
-            _joined(losses),
-            None if logits[0] is None else _joined(logits),
-            None if targets[0] is None else _joined(targets),
-        )
-        values, copied = _to_host(values)
-        start = 0
-        for h in held:
-            item, stop = h.item, start + len(h.losses)
-            item.names, item.values, item.copied = names, values[:, start:stop], copied
-            start = stop
-            if item.hint is not None and copied is None and self._ranks is None:  # ranks find out together, in flush()
-                self._check_hint(item)
-            self._hold(item)
+    def _reduce(self, parts: Sequence[Tensor | None] | None = None) -> None:
+        """Make the statistics of the batches that came since the last call, and send them to the host in one piece."""
+        coming, self._coming = self._coming, None
+        if coming is None:
+            return
+        if parts is None:
+            assert self._collected is not None
+            parts = self._collected.take()
+        losses, logits, targets = parts
+        assert losses is not None
+        coming.names, values = reduce_batch(losses, logits, targets)
+        coming.values, coming.copied = _to_host(values)
+        self._hold(coming)
 
     def trained(self, ids: Ids, kept: Tensor | None, *, window: int) -> None:
         """Count samples that were recorded as seen before as trained: all of `ids` or the `kept` positions of them."""
         copied = None
         if kept is not None:
             kept, copied = _to_host(kept.detach())
-        self._reduce_all()  # they were seen before
-        self._hold(_Pending(ids, (), _NOTHING, window, copied, kept=kept, seen=False))
+        self._reduce()  # they were seen before
+        self._hold(_Pending([ids], (), _NOTHING, (window, False, True), copied, kept=kept))
 
     def norms(self, ids: Ids, squares: Tensor, scale: Tensor, kept: Tensor | None = None, *, window: int) -> None:
         """Gradients of samples that were recorded before (all of `ids` or the `kept` positions of them), after the
@@ -154,25 +145,49 @@ class Recorder:
             kept, _ = _to_host(kept.detach())
         # Copied after `kept`, so that one event stands for both.
         values, copied = _to_host(torch.stack((squares, scale)).to(torch.float32))
-        self._hold(_Pending(ids, NORM_ROWS, values, window, copied, kept=kept, seen=False, trained=False))
+        self._hold(_Pending([ids], NORM_ROWS, values, (window, False, False), copied, kept=kept))
 
     def features(self, ids: Ids, vectors: Tensor, kept: Tensor | None = None, *, window: int) -> None:
         """Features [B, 128] of samples that are recorded besides (all of `ids` or the `kept` positions of them)."""
+        flags, parts = (window, False, False), (vectors,)
         if kept is not None:
             kept, _ = _to_host(kept.detach())
-        values, copied = _to_host(vectors.detach().to(torch.float32).T.contiguous())
-        self._hold(_Pending(ids, FEATURE_ROWS, values, window, copied, kept=kept, seen=False, trained=False))
+            values, copied = _to_host(vectors.detach().to(torch.float32, copy=True))
+            self._hold(_Pending([ids], FEATURE_ROWS, values.T, flags, copied, kept=kept))
+            return
+        if self._features is not None and not self._features.fits(parts):
+            self._send_features()
+        self._features = self._features or Collected(parts)
+        self._features.add(parts)
+        self._featured.append(ids)
+        if self._features.rows == self._features.limit:
+            self._send_features()
+
+    def _send_features(self) -> None:
+        """Send the features collected so far to the host. The window they are from does not matter."""
+        ids, self._featured = self._featured, []
+        collected, self._features = self._features, None
+        if collected is not None and ids:
+            (vectors,) = collected.take()
+            assert vectors is not None
+            values, copied = _to_host(vectors.to(torch.float32))
+            self._hold(_Pending(ids, FEATURE_ROWS, values.T, (0, False, False), copied))
 
     def _hold(self, item: _Pending) -> None:
         self._pending.append(item)
-        if self._ranks is None and len(self._pending) >= HOLD:
-            self._enter([self._pending.popleft() for _ in range(len(self._pending)) if _arrived(self._pending[0])])
+        self._waiting += sum(map(len, item.ids))
+        if self._ranks is None and self._waiting >= ENTERED_TOGETHER:
+            items = [self._pending.popleft() for _ in range(len(self._pending)) if _arrived(self._pending[0])]
+            self._waiting -= sum(len(ids) for item in items for ids in item.ids)
+            self._enter(items)
 
     def flush(self) -> None:
         """Enter everything recorded so far; with several ranks this is a collective call."""
-        self._reduce_all()
+        self._reduce()
+        self._send_features()
         items = list(self._pending)
         self._pending.clear()
+        self._waiting = 0
         for item in items:
             if item.copied is not None:
                 item.copied.synchronize()
@@ -184,27 +199,28 @@ class Recorder:
     def _enter(self, items: list[_Pending]) -> None:
         """Enter batches one after the other, or in one go where no id stands twice and so the order cannot matter."""
         for item in items:
-            if item.hint is not None and item.copied is not None:
-                self._check_hint(item)
+            self._check_hints(item)
         # Norms and features touch nothing else: behind the others they do not part what can be entered together.
         for run in _alike(sorted(items, key=lambda item: _AFTERWARDS.get(item.names, 0))):
-            ids = np.concatenate([item.ids for item in run])
-            unique = run[0].seen and _different(run)
-            many = len(run[0].names) > 2
-            order = id_order(ids) if run[0].seen and (many or not unique) else None
-            if not unique and (order is None or has_doubles(ids[order])):
+            first, batches = run[0], [ids for item in run for ids in item.ids]
+            if not first.flags[1]:
                 for item in run:
-                    self._enter_one(item.ids, item.values.numpy(), item)
+                    for ids, values in item.batches():
+                        self._record(ids, item.names, values.numpy(), item.flags)
                 continue
-            values = np.concatenate([item.values.numpy() for item in run], axis=-1)
-            if order is not None:  # with many columns to visit, going through memory from front to back pays
+            ids = batches[0] if len(batches) == 1 else np.concatenate(batches)
+            unique = _different(run)
+            order = id_order(ids) if not unique or self.ledger.n > SCATTERED else None
+            if not unique and order is not None and has_doubles(ids[order]):
+                for item in run:
+                    for ids, values in item.batches():
+                        self._record(ids, item.names, values.numpy(), item.flags)
+                continue
+            values = [item.values.numpy() for item in run]
+            values = values[0] if len(values) == 1 else np.concatenate(values, axis=1)
+            if order is not None:  # in a long ledger, going through memory from front to back pays
                 ids, values = ids[order], np.take(values, order, axis=1)
-            self._enter_one(ids, values, run[0], unique=True)
-
-    def _enter_one(self, ids: Ids, values: np.ndarray, like: _Pending, *, unique: bool = False) -> None:
-        if not like.seen and like.kept is not None:
-            ids = ids[like.kept.numpy()]
-        self._record(ids, like.names, values, _flags(like), unique=unique)
+            self._record(ids, first.names, values, first.flags, unique=True)
 
     def _record(
         self, ids: Ids, names: tuple[str, ...], values: np.ndarray, flags: Flags, *, unique: bool = False
@@ -228,14 +244,13 @@ class Recorder:
         trouble: Exception | None = None
         try:
             for item in items:
-                if item.hint is not None:
-                    self._check_hint(item)
+                self._check_hints(item)
         except Misattributed as error:
             trouble, items = error, []
         # Every rank must take part in the exchange even when it has trouble of its own, or the others wait forever.
         for ids, names, values, flags in exchange(
             self._ranks,
-            [(i.ids if i.kept is None else i.ids[i.kept.numpy()], i.names, i.values.numpy(), _flags(i)) for i in items],
+            [(ids, item.names, values.numpy(), item.flags) for item in items for ids, values in item.batches()],
         ):
             if self._ranks.leads_node or names == FEATURE_ROWS:
                 try:
@@ -247,12 +262,25 @@ class Recorder:
             Misattributed("Another rank recorded losses for the wrong samples; its message says which."),
         )
 
-    def _check_hint(self, item: _Pending) -> None:
+    def _checked_hint(self, hint: Tensor, targets: Tensor | None) -> Tensor | None:
+        """Compare at once where that waits for nothing; else the hint to compare later."""
+        if targets is None or not self._hints_hold:
+            return None
+        if targets.device.type != "cpu" or self._ranks is not None:  # ranks find out together, in flush()
+            return hint
+        self._check_hint(hint.numpy(), targets.detach().numpy())
+        return None
+
+    def _check_hints(self, item: _Pending) -> None:
+        hints, item.hints = item.hints, []
+        if any(hint is not None for hint in hints):
+            for hint, (_, values) in zip(hints, item.batches(), strict=True):
+                if hint is not None:
+                    self._check_hint(hint.numpy(), values[item.names.index("target")].numpy().astype(np.int64))
+
+    def _check_hint(self, delivered: npt.NDArray[Any], given: npt.NDArray[Any]) -> None:
         """Targets given to loss() must be those delivered with the batch, or a function of them (a remapped class)."""
-        delivered = item.hint.numpy() if item.hint is not None else np.empty(0)
-        given = item.values[item.names.index("target")].numpy().astype(np.int64)
-        item.hint = None
-        if len(delivered) != len(given) or np.array_equal(delivered, given):
+        if not self._hints_hold or len(delivered) != len(given) or np.array_equal(delivered, given):
             return
         pairs = np.unique(np.stack((delivered, given)), axis=1)
         if len(np.unique(pairs[0])) == pairs.shape[1]:
@@ -265,10 +293,6 @@ class Recorder:
 
 
 _NOTHING = torch.empty(0)
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
@@ -289,27 +313,26 @@ def _arrived(item: _Pending) -> bool:
 
 
 def _alike(items: list[_Pending]) -> list[list[_Pending]]:
-    """Neighbouring batches that carry the same statistics and may be entered together."""
+    """Neighbours that carry the same statistics and may be entered together."""
     runs: list[list[_Pending]] = []
+    size = 0
     for item in items:
-        joins = bool(runs) and item.kept is None and runs[-1][0].kept is None
-        joins = joins and (len(item.names) > 2 or len(runs[-1]) < FEW)
-        if joins and _flags(runs[-1][0]) == _flags(item) and runs[-1][0].names == item.names:
+        count = sum(map(len, item.ids))
+        joins = bool(runs) and size + count <= ENTERED_TOGETHER
+        if joins and runs[-1][0].flags == item.flags and runs[-1][0].names == item.names:
             runs[-1].append(item)
+            size += count
         else:
             runs.append([item])
+            size = count
     return runs
 
 
 def _different(run: list[_Pending]) -> bool:
-    """Whether the batches are different ones of a plan without doubles."""
-    numbers = {item.number for item in run}
-    return None not in numbers and len(numbers) == len(run)
+    """True if the batches are different ones of a plan without doubles."""
+    numbers = [number for item in run for number in item.numbers]
+    return None not in numbers and len(set(numbers)) == len(numbers)
 
 
-def _flags(item: _Pending) -> Flags:
-    return item.window, item.seen, item.trained
-
-
-def _rows(names: tuple[str, ...], values: np.ndarray) -> Rows:
+def _rows(names: tuple[str, ...], values: npt.NDArray[np.float32]) -> Rows:
     return finish(dict(zip(names, values, strict=True))) if names else {"loss": np.empty(0, dtype=np.float32)}

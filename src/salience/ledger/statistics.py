@@ -7,9 +7,11 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from salience.ledger.columns import VOTES
+from salience.ledger.likeliest import likeliest
 
 LOSS_ROWS = ("loss",)
 NORM_ROWS = ("grad_square", "grad_scale")
@@ -21,39 +23,58 @@ LIKELIEST = tuple(f"log_{k}" for k in range(VOTES))
 CLASSES = tuple(f"class_{k}" for k in range(VOTES))
 LOGIT_ROWS = ("loss", "target", "log_label", "squares", "entropy", *LIKELIEST, *CLASSES)
 """What travels: log p of the label, sum p^2, entropy, log p of the likeliest classes and which they are."""
-NONE = -2e4
-"""log p of a class that does not exist; clamped log p are never below -1e4."""
+LEAST, NONE = -1e4, -2e4
+"""log p is never below the one; a class that does not exist has the other."""
+FEW_CLASSES = 256
+"""Up to so many, statistics are made classes first on the host."""
 
 
 def reduce_batch(losses: Tensor, logits: Tensor | None, targets: Tensor | None) -> tuple[tuple[str, ...], Tensor]:
     """Row names and a float32 [rows, B] matrix on the device of `losses`; nothing of the logits is retained.
 
-    As few and small operations as possible: a training step waits for each launch. Classes travel as
+    As few operations as possible: a training step waits for each of them, on a device for its launch. Classes travel as
     float32, which is exact up to 2^24.
     """
-    loss = losses.detach().to(torch.float32)
+    loss = losses.detach()
     if targets is None:
-        return LOSS_ROWS, loss.clone().unsqueeze_(0)
+        return LOSS_ROWS, loss.to(torch.float32, copy=True).unsqueeze_(0)
     with torch.no_grad():
-        label = targets.detach().to(device=loss.device)
+        label = targets.detach().to(device=loss.device, non_blocking=True)
         if logits is None:
-            return TARGET_ROWS, torch.stack((loss, label.to(torch.float32)))
+            return TARGET_ROWS, torch.stack((loss.to(torch.float32), label.to(torch.float32)))
         z = logits.detach()
-        # Reductions over a short last axis are slow on CPUs: classes go first where they are few.
-        dim = 0 if z.shape[1] <= 64 and z.device.type == "cpu" else 1
-        log_p = torch.log_softmax(z.t().contiguous() if dim == 0 else z, dim, dtype=torch.float32)
-        log_p = log_p.clamp_min_(-1e4)  # 0 log 0 = 0 where a logit is -inf
+        if z.device.type == "cpu" and z.shape[1] <= FEW_CLASSES:
+            return LOGIT_ROWS, _reduce_few_classes(loss, z, label)
+        log_p = torch.log_softmax(z, 1, dtype=torch.float32).clamp_min_(LEAST)  # 0 log 0 = 0 where a logit is -inf
         p = log_p.exp()
         few = min(VOTES, z.shape[1])
-        first, order = log_p.topk(few, dim)
-        picked = log_p.gather(dim, label.to(torch.int64).unsqueeze(dim)).select(dim, 0)
-        squares, entropy = torch.linalg.vecdot(p, p, dim=dim), torch.linalg.vecdot(p, log_p, dim=dim)
-        # Fewer classes than votes: the last one again, with no probability.
-        values = [
-            first.select(dim, min(k, few - 1)) if k < few else torch.full_like(picked, NONE) for k in range(VOTES)
-        ]
-        which = [order.select(dim, min(k, few - 1)) for k in range(VOTES)]
-        return LOGIT_ROWS, torch.stack((loss, label, picked, squares, -entropy, *values, *which))
+        first, order = log_p.topk(few, 1)
+        if few < VOTES:  # the last one again, with no probability
+            first, order = F.pad(first, (0, VOTES - few), value=NONE), F.pad(order, (0, VOTES - few))
+            order[:, few:] = order[:, few - 1 : few]
+        picked = log_p.gather(1, label.to(torch.int64).unsqueeze(1))
+        squares = torch.linalg.vecdot(p, p).unsqueeze(1)
+        entropy = torch.linalg.vecdot(p, log_p).neg_().unsqueeze(1)
+        columns = (loss.unsqueeze(1), label.unsqueeze(1), picked, squares, entropy, first, order)
+        return LOGIT_ROWS, torch.cat([column.to(torch.float32) for column in columns], 1).t().contiguous()
+
+
+def _reduce_few_classes(loss: Tensor, z: Tensor, label: Tensor) -> Tensor:
+    """The same on the host, with the classes first: reductions over a short last axis are slow there."""
+    log_p = torch.log_softmax(z.t().to(torch.float32, memory_format=torch.contiguous_format), 0).clamp_min_(LEAST)
+    p = log_p.exp()
+    values = torch.empty((len(LOGIT_ROWS), len(loss)), dtype=torch.float32)
+    rows = values.numpy()
+    values[0], values[1] = loss, label
+    torch.gather(log_p, 0, label.to(torch.int64).unsqueeze(0), out=values[2:3])
+    torch.linalg.vecdot(p, p, dim=0, out=values[3])
+    torch.linalg.vecdot(p, log_p, dim=0, out=values[4])
+    values[4].neg_()
+    few = min(VOTES, z.shape[1])
+    first, order = likeliest(log_p.numpy())
+    rows[5 : 5 + few], rows[5 + VOTES : 5 + VOTES + few] = first[:few], order[:few]
+    rows[5 + few : 5 + VOTES], rows[5 + VOTES + few :] = NONE, order[few - 1]
+    return values
 
 
 def finish(rows: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, npt.NDArray[np.float32]]:
@@ -76,6 +97,7 @@ def finish(rows: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, npt.NDArray
     second = np.where(rows["log_1"] == NONE, top, rows["log_1"])
     guess, next_guess = rows["class_0"], rows["class_1"]
     p_label = np.exp(log_label)
+    p = {f"p_{k}": np.exp(rows[f"log_{k}"]) for k in range(VOTES)}
     right = guess == rows["target"]
     return {
         "loss": rows["loss"],
@@ -86,7 +108,7 @@ def finish(rows: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, npt.NDArray
         "confidence": p_label,
         "guess": guess,
         "other": np.where(right, next_guess, guess),
-        "guess_p": np.exp(top),
-        **{f"p_{k}": np.exp(rows[f"log_{k}"]) for k in range(VOTES)},
+        "guess_p": p["p_0"],
+        **p,
         **{name: rows[name] for name in CLASSES},
     }

@@ -79,6 +79,15 @@ class Copying(Part):
             known = batch.prints != 0
             self.search.prints[batch.ids[known]] = batch.prints[known] & np.iinfo(np.int64).max
 
+    def begin(self) -> None:
+        """The first loss of a window is here: a search may go on beside the training from now on."""
+        if self.search is not None:
+            self.search.begin()
+
+    def wants_features(self, window: int) -> bool:
+        """True if features of this window's batches help the search."""
+        return self.search is not None and self.search.wants(window)
+
     def look(self, ledger: Ledger, window: int, *, last: bool = False) -> None:
         """Look again where there is more to go by; with several ranks, rank 0 looks and tells."""
         search, group = self.search, self._setup.ranks

@@ -224,6 +224,18 @@ class Recording(Part):
         weighted = losses if weights is None else losses.float() * weights
         return weighted.sum() / share
 
+    def mean_weights(self, batch: Batch, losses: Tensor, robust: float | str) -> Tensor:
+        """Weights [B] that sum the losses of a whole batch to what `weighted_mean` gives."""
+        if self._shard is not None and strength(robust, self._shard.plan.noise) > 0:
+            self._voice.warn_once(
+                "Early-learning regularisation is off inside a compiled step; compile the model alone."
+            )
+        share = len(losses)
+        if self._shard is not None and self._setup.world > 1:
+            share = int(self._shard.global_sizes[batch.number]) / self._setup.world
+        weights = self._weights_of(batch, losses.device)
+        return torch.full_like(losses, 1 / share, dtype=torch.float32) if weights is None else weights / share
+
     def _weights_of(self, batch: Batch, device: torch.device) -> Tensor | None:
         """Loss weights of a batch, float32 [B]; None = all are 1."""
         stand_ins = self._stand_ins.get(batch.number)

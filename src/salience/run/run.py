@@ -13,7 +13,7 @@ from torch import Tensor
 
 from salience._version import __version__
 from salience.config import SelectConfig
-from salience.errors import StateError
+from salience.errors import LossError, StateError
 from salience.ledger import Ledger
 from salience.plan import Plan, Shard
 from salience.run.arrays import arrays, tensors
@@ -197,11 +197,28 @@ class Run:
         check_losses("loss", losses, len(batch.ids) if kept is None else len(kept))
         logits, targets = self.recording.usable(losses, logits, targets)
         self.planning.check_needs(logits=logits is not None, model=self.sensing.attached is not None)
-        self.sensing.on_loss(batch, losses, kept)
+        self.copying.begin()
+        self.sensing.on_loss(batch, losses, kept, features_wanted=self.copying.wants_features(batch.window))
         self.recording.record(batch, losses, logits, targets, kept)
         self.watching.watch.add("record", time.perf_counter() - begin)
         self.sensing.train_proxy(batch, kept, targets)
         return self.recording.weighted_mean(batch, losses, logits, kept, self.planning.robust)
+
+    def weigh(self, losses: Tensor, logits: Tensor | None, targets: Tensor | None) -> Tensor:
+        """`loss` inside a compiled step: record, and return the weights that sum the losses to their weighted mean."""
+        begin = time.perf_counter()
+        if self.planning.picks < 1:
+            raise LossError(
+                "select picks samples after the forward pass, which a compiled step cannot do; compile the model alone."
+            )
+        self.watching.steps.lost(losses.device)
+        batch = self.recording.batch_for_loss(None, again=False)
+        check_losses("loss", losses, len(batch.ids))
+        logits, targets = self.recording.usable(losses, logits, targets)
+        self.planning.check_needs(logits=logits is not None, model=self.sensing.attached is not None)
+        self.recording.record(batch, losses, logits, targets, None)
+        self.watching.watch.add("record", time.perf_counter() - begin)
+        return self.recording.mean_weights(batch, losses, self.planning.robust)
 
     def evaluated(self, metric: float, more: Mapping[str, float]) -> None:
         """A validation result, for the event log and for whoever decides by it."""

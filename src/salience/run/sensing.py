@@ -42,8 +42,6 @@ class Sensing(Part):
         self.attached: Attached | None = None
         self.proxy: Proxy | None = None
         self.scorer: Scorer | None = None
-        self._keeps_features = False
-        """True if near-copies are looked for by features."""
         self._waiting: Mapping[str, Any] | None = None
         """The state of a resumed run's proxy that was not attached yet."""
 
@@ -55,7 +53,6 @@ class Sensing(Part):
         every: int,
         features: Embeddings | None,
         takes_features: bool,
-        keeps_features: bool,
         proxy: nn.Module | None,
         proxy_optimizer: torch.optim.Optimizer | None,
         background: torch.device | str | bool,
@@ -73,7 +70,7 @@ class Sensing(Part):
             raise ConfigError("attach: background= needs the data set, which only salience.Loader has; leave it out.")
         self.detach()
         self.attached = Attached(model, grad_norm=grad_norm, every=every, features=takes_features)
-        self._recorder.embeddings, self._keeps_features = features, keeps_features
+        self._recorder.embeddings = features
         if proxy is not None:
             self.proxy = Proxy(model, proxy, proxy_optimizer, self._setup.n)
             self._resume_proxy(self._waiting)
@@ -117,14 +114,14 @@ class Sensing(Part):
         if self.proxy is not None:
             self.proxy.deliver()
 
-    def on_loss(self, batch: Batch, losses: Tensor, kept: Tensor | None) -> None:
+    def on_loss(self, batch: Batch, losses: Tensor, kept: Tensor | None, *, features_wanted: bool) -> None:
         """Watch the backward pass of these losses, and take the features of the forward pass."""
         if self.attached is None:
             return
         choice = self.attached.watch(losses, batch.ids, kept, window=batch.window)
         if choice is not None:
             self._voice.events.emit("signals", **asdict(choice), text=choice.text)
-        if not self._keeps_features:
+        if not features_wanted:
             return
         features = self.attached.take_features()
         if features is not None and len(features) in (len(batch.ids), len(losses)):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-EXACT = 20_000
+EXACT = 6_000
 """Up to so many vectors every pair is compared."""
 BLOCK = 4096
 NEAR = 4
@@ -38,6 +38,11 @@ def nearest(vectors: npt.NDArray[np.float32], k: int, *, seed: int = 0) -> Found
         for members in (order % n).split(sizes):
             _compare(z, squares, members.sort().values, best, where)
     return best.clamp_min(0).sqrt().numpy(), where.numpy()
+
+
+def comparisons(n: int) -> float:
+    """Vectors that each of `n` is compared with, about."""
+    return float(n) if n <= EXACT else 15 * n**0.5
 
 
 def _cells(z: Tensor, count: int, seed: int) -> Tensor:

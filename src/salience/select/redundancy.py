@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from salience.errors import ConfigError
 from salience.ledger.copies import Copies, byte_copies, connected, merged
 from salience.ledger.embeddings import Embeddings
 from salience.registry import card
-from salience.select.neighbours import nearest
+from salience.select.background import Background
+from salience.select.neighbours import comparisons, nearest
 from salience.select.view import Verdict, View
 
 Floats = npt.NDArray[np.float32]
 
 SURROUNDINGS = 12
 """The distance to the neighbour of this rank stands for how far apart samples are hereabouts."""
+COMPARED_PER_VISIT = 70
+"""Pairs of vectors that may be compared for each visit of a sample: 6 ns each, 0.4 microseconds together."""
 
 
 @card(exact=False)
@@ -100,14 +105,27 @@ def in_units_of_scatter(embeddings: Embeddings) -> Floats:
     m -= m.mean(axis=0)
     if embeddings.weight < embeddings.width:
         return m
-    values, axes = np.linalg.eigh(embeddings.scatter / embeddings.weight)
-    z = (m @ axes.astype(np.float32)) / np.sqrt(values + 0.05 * max(values.mean(), 1e-12)).astype(np.float32)
+    # By torch, whose threads the user sets: beside the training NumPy would take all of the machine.
+    values, axes = torch.linalg.eigh(torch.from_numpy(embeddings.scatter / embeddings.weight))
+    scale = torch.sqrt(values + 0.05 * values.mean().clamp_min(1e-12))
+    z = ((torch.from_numpy(m) @ axes.float()) / scale.float()).numpy()
     wide = z.var(axis=0) > 1.5 / max(embeddings.typical_visits, 1)
     return np.ascontiguousarray(z[:, wide]) if wide.any() else z
 
 
+def pause(n: int, visits: float) -> float:
+    """Visits per sample on average between a look at `visits` of them and the next: about as many as make the search a
+    hundredth of the run where training takes 40 microseconds per sample, within a half and one and a half of `visits`."""
+    return float(np.clip(comparisons(n) / COMPARED_PER_VISIT, 0.5 * visits, 1.5 * visits))
+
+
 class CopySearch:
-    """Gathers what copies are found by, and looks for them from time to time."""
+    """Gathers what copies are found by, and looks for them from time to time, beside the training.
+
+    At a window's edge `look` takes what the search of the edge before has found, waiting for it if need be, and prepares
+    the next one where it is due: so what a plan knows does not depend on how fast anything was. `begin` starts it. When
+    a search is due is a matter of counts as well: what it compares, per sample, stays in proportion to visits.
+    """
 
     def __init__(self, n: int, *, ratio: float = 0.78, visits: float = 6.0, given: npt.ArrayLike | None = None) -> None:
         self.given = None if given is None else zlib.crc32(np.ascontiguousarray(given).tobytes())
@@ -115,39 +133,72 @@ class CopySearch:
         self.ratio = ratio if given is None else 0.9 * ratio
         """Vectors given by the user do not scatter and need less room."""
         self.next_look = 0.0 if given is not None else visits
-        """Visits a sample on average at which to look (again)."""
+        """Visits per sample on average at which to look (again)."""
         self.embeddings = None if given is None else Embeddings.given(given, n)
         self.prints = np.zeros(n, dtype=np.int64)
         """Fingerprints of the samples' bytes; 0 = not known."""
         self.found: Copies | None = None
         self._near: Copies | None = None
+        self._search: Background[Copies] | None = None
+        """What the last edge prepared and the next one takes."""
+        self._looked = 0.0
+        """Visits per sample on average at the last look."""
         self._printed = 0
         self._waited = False
 
+    def wants(self, window: int) -> bool:
+        """True if features of this window's samples are of use: of every window at first, later of one in four."""
+        return self.given is None and (self._near is None or window % 4 == 0)
+
+    def begin(self) -> None:
+        """Start the search that `look` prepared, if any: cheap, for every step; worker processes are running by then."""
+        if self._search is not None:
+            self._search.begin()
+
     def look(self, label: npt.NDArray[np.int32], *, last: bool = False) -> bool:
-        """Look if there is reason to; whether anything may have changed. At the end of a run fewer visits will do."""
+        """Take what was searched for and search on if there is reason to; True if anything may have changed.
+
+        At the end of a run (`last`) the answer is final when this returns, and fewer visits will do for it. So it is for
+        vectors given by the user, which are there before the first window.
+        """
         if (label < 0).all() and not self._waited:  # classes are known after the first window, if at all
             self._waited = True
             return False
-        enough = min(3.0, self.next_look) if last and self._near is None else self.next_look
-        near = self.embeddings is not None and self.embeddings.typical_visits >= enough
+        changed = self._take()
+        if self.embeddings is not None and (visits := self.embeddings.typical_visits) >= self._due(last):
+            at_once = last or self.given is not None
+            of = self.embeddings if at_once else self.embeddings.copy()
+            self._search = Background(partial(near_copies, of, label if at_once else label.copy(), ratio=self.ratio))
+            self._looked, self.next_look = visits, visits + pause(self.embeddings.n, visits)
+            if at_once:
+                changed = self._take()
         known = int(np.count_nonzero(self.prints))
-        if not near and known == self._printed:
+        if not changed and known == self._printed:
             return False
-        if near and self.embeddings is not None:
-            self._near = near_copies(self.embeddings, label, ratio=self.ratio)
-            self.next_look = max(1.4 * self.embeddings.typical_visits, self.next_look + 1)
         self._printed = known
         same = byte_copies(self.prints, label) if known else None
         self.found = merged([copies for copies in (self._near, same) if copies is not None])
         return True
 
+    def _due(self, last: bool) -> float:
+        """Visits per sample on average from which on there is reason to look."""
+        if not last:
+            return self.next_look
+        return min(self.next_look, 3.0 if self._near is None else max(1.4 * self._looked, self._looked + 1))
+
+    def _take(self) -> bool:
+        search, self._search = self._search, None
+        if search is not None:
+            self._near = search.result()
+        return search is not None
+
     def state_dict(self) -> dict[str, npt.NDArray[Any]]:
         state: dict[str, npt.NDArray[Any]] = {
             "prints": self.prints.copy(),
-            "looked": np.array([self.next_look, self._printed, self._waited]),
+            "looked": np.array([self.next_look, self._printed, self._waited, self._looked]),
         }
-        for name, copies in (("found", self.found), ("near", self._near)):
+        coming = None if self._search is None else self._search.result()
+        for name, copies in (("found", self.found), ("near", self._near), ("coming", coming)):
             if copies is not None:
                 state |= {f"{name}_group": copies.group.copy(), f"{name}_similarity": copies.similarity.copy()}
         if self.embeddings is not None:
@@ -158,10 +209,12 @@ class CopySearch:
         self.prints[:] = state["prints"]
         self.next_look = float(state["looked"][0])
         self._printed, self._waited = int(state["looked"][1]), bool(state["looked"][2])
-        self.found, self._near = (
+        self._looked = float(state["looked"][3]) if len(state["looked"]) > 3 else 0.0
+        self.found, self._near, coming = (
             Copies(group=state[f"{name}_group"], similarity=state[f"{name}_similarity"])
             if f"{name}_group" in state
             else None
-            for name in ("found", "near")
+            for name in ("found", "near", "coming")
         )
+        self._search = None if coming is None else Background(lambda: coming)
         self.embeddings = Embeddings.from_state(state) if "mean" in state else self.embeddings
