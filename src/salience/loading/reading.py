@@ -147,7 +147,7 @@ class Reading(Run):
             stats = self._source.stats
             text += (
                 f"\n\nRead from {self._source.url}: {stats.bytes_sent:,} bytes in {stats.requests:,} requests for "
-                f"{stats.bytes_used:,} bytes of samples; {stats.retried:,} repeated, {stats.hedged:,} doubled."
+                f"{stats.bytes_used:,} bytes of samples; {stats.retried:,} with wrong bytes, {stats.hedged:,} doubled."
             )
         if self._feed is not None:
             rivals: dict[str, int] = {}
