@@ -219,6 +219,13 @@ def test_batches_delivered_before_an_interruption_are_remembered_and_not_read():
     assert list(schedule.ready()) == [(0, 1 << 32)]  # tickets count what is wanted
 
 
+def test_a_batch_of_which_no_bytes_are_wanted_is_ready_at_once():
+    schedule, _ = made()
+    begin(schedule, window([[], [0]]))
+    assert nothing_asked(schedule) == Staged({}, [])
+    assert list(schedule.ready()) == [(0, 1 << 32)]
+
+
 def test_neighbours_that_are_wanted_later_come_with_the_same_request():
     schedule, room = made(shards=True, limits=Limits(least=0, most=10**9, along=3 * SIZE))
     begin(schedule, window([[5], [6, 9], [4, 7]]))

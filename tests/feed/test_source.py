@@ -21,7 +21,8 @@ import salience
 from salience.errors import ConfigError, DataError
 from salience.feed import Broken, Index
 from salience.feed.index import Names
-from salience.feed.reads import Reader, coalesce
+from salience.feed.ranges import coalesce
+from salience.feed.reads import Reader
 from salience.feed.retry import RetryPolicy, hedge_delay, may_hedge
 from salience.feed.source import _of_objects
 from salience.feed.stores import LocalStore

@@ -17,6 +17,7 @@ import numpy as np
 from salience.errors import MissingExtra, StoreError
 from salience.feed import isolated
 from salience.feed.index import Index
+from salience.feed.ranges import coalesce
 from salience.feed.retry import RetryPolicy, hedge_delay, may_hedge
 
 if TYPE_CHECKING:
@@ -69,17 +70,6 @@ class Counts:
     def add(self, other: Counts) -> None:
         for name, value in asdict(other).items():
             setattr(self, name, getattr(self, name) + value)
-
-
-def coalesce(starts: Sequence[int], stops: Sequence[int], *, gap: int, longest: int) -> list[slice]:
-    """Runs of ranges (sorted by start) that one request each can bring: holes <= gap, a run <= longest bytes."""
-    runs: list[slice] = []
-    first = 0
-    for i in range(1, len(starts) + 1):
-        if i == len(starts) or starts[i] - stops[i - 1] > gap or stops[i] - starts[first] > longest:
-            runs.append(slice(first, i))
-            first = i
-    return runs
 
 
 @dataclass(frozen=True, slots=True)

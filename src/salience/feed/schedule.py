@@ -19,6 +19,7 @@ import numpy.typing as npt
 from salience.errors import StoreError
 from salience.feed.index import Index
 from salience.feed.policy import Ids, Policy
+from salience.feed.ranges import Neighbours
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -276,7 +277,7 @@ class Schedule:
 
     def _count_bound(self, ids: list[int]) -> None:
         """Any cache has to fetch what was never seen, and of what was seen whatever is more than it can hold."""
-        visited = np.unique(np.asarray(ids, dtype=np.int64))
+        visited = np.unique(np.array(ids, dtype=np.int64))
         visited = visited[self._seen[visited] != self._serial]
         old = self._seen[visited] > 0
         before, self._again = self._again, self._again + int(self._sizes[visited[old]].sum())
@@ -372,31 +373,3 @@ class Schedule:
         self._owed -= batch.owed
         for i in batch.ids:
             self.room.unpin(i)
-
-
-class Neighbours:
-    """Samples that lie beside each other in a shard, so that one request brings several."""
-
-    def __init__(self, index: Index, *, gap: int, most: int) -> None:
-        """`gap` bytes may lie between two neighbours; a request brings at most `most` bytes."""
-        self._index, self._gap, self._most = index, gap, most
-        self._order = np.lexsort((index.offset, index.shard)) if len(index.shards) else np.empty(0, dtype=np.int64)
-        self._place = np.empty(len(self._order), dtype=np.int64)
-        self._place[self._order] = np.arange(len(self._order))
-
-    def beside(self, i: int, wanted: Callable[[int], bool]) -> Iterator[int]:
-        """Neighbours of sample i on both sides, as long as each is `wanted` and the request is not full."""
-        if not len(self._order):
-            return
-        index, total = self._index, int(self._index.size[i])
-        for step in (1, -1):
-            k, last = int(self._place[i]) + step, i
-            while 0 <= k < len(self._order) and total < self._most:
-                j = int(self._order[k])
-                near, far = (last, j) if step > 0 else (j, last)
-                hole = int(index.offset[far]) - int(index.offset[near]) - int(index.size[near])
-                if index.shard[j] != index.shard[i] or hole > self._gap or not wanted(j):
-                    break
-                yield j
-                total += int(index.size[j])
-                k, last = k + step, j
