@@ -20,7 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from cifar import unpack_plans
-from salience.feed.policies import POLICIES, Floats, Ids, bound, fetched, policy
+from rivals import POLICIES, bound, policy
+from salience.feed.policy import Floats, Ids
+from salience.feed.simulate import fetched
 
 ROWS = Path(__file__).parent / "rows"
 Plans = list[tuple[Ids, Floats]]
@@ -62,7 +64,7 @@ def table(
 
 def hit_us(n: int) -> float:
     """Microseconds of one look-up among n samples."""
-    cache = policy("impact", n // 5, np.ones(n, dtype=np.int64))
+    cache = policy("planned", n // 5, np.ones(n, dtype=np.int64))
     cache.window(np.random.default_rng(0).random(n).astype(np.float32), np.arange(n))
     ids = np.random.default_rng(1).integers(0, n, 100_000).tolist()
     best = np.inf

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import salience
+from rivals import policy
 from salience.app.data import Images, open_split
 from salience.app.models import build
 from salience.app.pixels import Decode
-from salience.feed.policies import policy
 from salience.ledger.copies import Copies
 from salience.seeds import torch_generator
 from salience.select.fetching import Stock

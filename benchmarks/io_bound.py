@@ -55,10 +55,11 @@ from io_rig import (
     shard_size,
     spread,
 )
+from rivals import POLICIES, bound, policy
 from salience.feed.cache import Handle
 from salience.feed.index import FILE, Index, Names
-from salience.feed.policies import POLICIES, bound, fetched, policy
 from salience.feed.shared import WHOLE, Shared
+from salience.feed.simulate import fetched
 from store_server import pull, running
 
 MISSING = "install it with `pip install 'salience[bench]'`, or say --without NAME if that cannot be."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import multiprocessing
 import os
 import tempfile
@@ -24,7 +23,7 @@ from store_server import Store
 RATE, LATENCY, SHARE = 80e6, 0.02, 0.2
 RATIOS = (10, 3, 1)
 """I/O:compute."""
-DEFAULT: str = inspect.signature(salience.Source).parameters["cache_policy"].default
+DEFAULT = "planned"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

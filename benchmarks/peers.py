@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import salience
+from rivals import POLICIES
 
 BATCH = 32
 SETTINGS: dict[str, tuple[dict[str, int], ...]] = {
@@ -44,7 +45,7 @@ def ours(url: str, cache: int, *, policy: str, trace: str, windows: int) -> Iter
     source = salience.Source(f"{url}/shards")
     return salience.Loader(
         source, BATCH, epochs=windows, select=salience.Trace(trace), decode=number, views=True,
-        cache=cache, cache_policy=policy,
+        cache=cache, cache_policy=POLICIES[policy],
     )  # fmt: skip
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,18 @@ def require(found: bool, what: str) -> None:
         if os.environ.get("CI") == "true":
             pytest.fail(f"{what} is missing, and under CI nothing may be skipped")
         pytest.skip(f"{what} is missing")
+
+
+@pytest.fixture(scope="session")
+def rivals() -> Any:
+    """The cache policies of the benchmarks, with which ours is compared."""
+    path = Path(__file__).parents[1] / "benchmarks" / "rivals.py"
+    spec = importlib.util.spec_from_file_location("rivals", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from salience.feed.policies import bound, fetched, policy
+from salience.feed.simulate import fetched
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -57,6 +57,7 @@ def test_server_answers_ranges_and_counts_the_bytes_of_bodies(tmp_path: Path) ->
 def test_a_row_sends_what_the_simulation_says_and_every_byte_has_its_sample(tmp_path: Path) -> None:
     from io_bound import of_samples, percentile
     from io_rig import SHARE, Bench, Row, Scale, consume, make
+    from rivals import policy
     from store_server import running
 
     index = make(tmp_path, 100, size=20_000)
@@ -79,6 +80,7 @@ def test_a_row_sends_what_the_simulation_says_and_every_byte_has_its_sample(tmp_
 
 def test_picks_follow_importance_and_importance_does_not_follow_size() -> None:
     from io_rig import pick, spread
+    from rivals import bound
 
     rng = np.random.default_rng(0)
     sizes = rng.lognormal(0, 0.4, 1500)

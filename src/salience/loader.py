@@ -20,8 +20,9 @@ from salience.decide import Auto, Settings
 from salience.errors import ConfigError, DataError, did_you_mean
 from salience.events import EventLog
 from salience.feed.cache import Feed
-from salience.feed.dataset import Fed, FeedCollate, SourceDataset
+from salience.feed.dataset import FeedCollate, SourceBatch, SourceDataset
 from salience.feed.options import Decode, ReadingOptions
+from salience.feed.policy import OpenPolicy
 from salience.feed.sizes import memory_bytes
 from salience.feed.source import Source
 from salience.ledger import Ledger
@@ -98,7 +99,7 @@ class Loader(Deciding):
         treat: Treat | str | None = None,
         max_broken: float | None = None,
         cache: int | str | None = None,
-        cache_policy: str | None = None,
+        cache_policy: str | OpenPolicy | None = None,
         disk: str | None = None,
         redis: str | None = None,
         views: bool = False,
@@ -253,7 +254,7 @@ class Loader(Deciding):
     def _batches(self) -> Iterator[Any]:
         """The batches of this window as the loop gets them."""
         for number, ids, batch, prints, ticket, _ in self._timed():
-            if isinstance(batch, Fed):
+            if isinstance(batch, SourceBatch):
                 batch = self._take_fed(number, ids, batch)
             elif isinstance(batch, Made):
                 batch = self._take_made(number, ids, batch)

@@ -6,6 +6,7 @@ import contextlib
 import random
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +23,10 @@ class Faults:
     cut: float = 0.0
     wrong: float = 0.0
     seed: int = 0
+    delay: float = 0.0
+    """Seconds before every answer, as over a long link."""
     stalled: Callable[[str, int], bool] = lambda path, nth: False
-    """Whether this request (path, its how manieth) is never answered."""
+    """True if this request (path, how often it was asked for before) is never answered."""
 
     def of(self, what: str, nth: int) -> str:
         u = random.Random(f"{self.seed}:{what}:{nth}").random()
@@ -123,6 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
             owner.requests += 1
             nth = owner.asked[what := f"{path} {ranged}"]
             owner.asked[what] += 1
+        time.sleep(owner.faults.delay)
         data = owner.objects.get(path)
         query = parse_qs(urlsplit(path).query)
         if "list-type" in query:

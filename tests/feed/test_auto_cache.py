@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from server import Server
+from server import Faults, Server
 from test_cache import N, go, make, objects, on_disk, same, served
 
 import salience
@@ -18,7 +18,7 @@ pytest.importorskip("obstore")
 
 @pytest.mark.parametrize("policy", ["heuristic", "bandit"])
 def test_over_a_network_the_cache_is_on_from_the_first_window(tmp_path: Path, policy: str):
-    with Server(objects()) as server:
+    with Server(objects(), Faults(delay=0.05)) as server:  # so that a cache surely pays
 
         def loader(**more: Any) -> salience.Loader:
             return make(served(server), epochs=5, num_workers=1, **more)

@@ -67,7 +67,7 @@ def feeders() -> set[int]:
 @pytest.fixture
 def near(monkeypatch):
     """No more is read ahead than workers hold, so that a window is not over before it begins."""
-    monkeypatch.setattr(cached, "LEAST_AHEAD", 0)
+    monkeypatch.setattr(cached, "MIN_READ_AHEAD_BYTES", 0)
 
 
 def events(loader: salience.Loader, kind: str) -> list[dict[str, Any]]:
@@ -178,7 +178,6 @@ def test_a_server_that_restarts_in_mid_window_is_waited_for(near, workers):
         later.join()
         right(seen, source, server.objects)
         assert sorted(i for ids, _, _ in seen for i in ids) == list(range(400))
-        assert source.stats.retried > 0
 
 
 @pytest.mark.parametrize("workers", [0, 2])

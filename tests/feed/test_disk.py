@@ -17,7 +17,7 @@ import pytest
 
 from salience.errors import ConfigError
 from salience.feed import Index, tiers
-from salience.feed.disk import BLOCK, DiskTier, open_disk, parse_disk, taken
+from salience.feed.disk import DISK_BLOCK_BYTES, DiskTier, open_disk, parse_disk, taken
 from salience.feed.index import Names
 from salience.feed.tiers import TierCounts, fits, identity, open_tiers, seal
 
@@ -63,7 +63,7 @@ def files(tier: DiskTier) -> list[Path]:
 
 
 def on_disk(tier: DiskTier) -> int:
-    return sum(taken(path.stat().st_size - tiers.SEAL) for path in files(tier))
+    return sum(taken(path.stat().st_size - tiers.SEAL_BYTES) for path in files(tier))
 
 
 @pytest.fixture
@@ -185,9 +185,9 @@ def test_a_seal_fits_its_bytes_alone(without_xxhash):
 
 
 def test_the_limit_counts_whole_blocks_and_is_never_exceeded_by_one_run(tmp_path, said):
-    tier = opened(tmp_path, said, limit=f":{20 * BLOCK}")
+    tier = opened(tmp_path, said, limit=f":{20 * DISK_BLOCK_BYTES}")
     fill(tier, range(100))
-    assert on_disk(tier) == 20 * BLOCK
+    assert on_disk(tier) == 20 * DISK_BLOCK_BYTES
     assert tier.counts.refused == 100 - tier.counts.writes
     assert said == []
 
@@ -209,7 +209,7 @@ def write_all(where: Path, n: int, limit: int, start: threading.Barrier, backwar
 
 
 def test_two_runs_share_a_folder_and_its_limit(tmp_path, said):
-    n, limit = 600, 600 * BLOCK
+    n, limit = 600, 600 * DISK_BLOCK_BYTES
     start = FORK.Barrier(2)
     runs = [FORK.Process(target=write_all, args=(tmp_path, n, limit, start, way)) for way in (False, True)]
     for run in runs:
@@ -224,7 +224,7 @@ def test_two_runs_share_a_folder_and_its_limit(tmp_path, said):
 
 
 def test_threads_of_one_run_keep_the_limit_and_read_only_whole_samples(tmp_path, said):
-    tier = opened(tmp_path, said, limit=f":{100 * BLOCK}")
+    tier = opened(tmp_path, said, limit=f":{100 * DISK_BLOCK_BYTES}")
     wrong: list[int] = []
 
     def work() -> None:
@@ -238,7 +238,7 @@ def test_threads_of_one_run_keep_the_limit_and_read_only_whole_samples(tmp_path,
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert on_disk(tier) <= 100 * BLOCK + 4 * taken(5006)
+    assert on_disk(tier) <= 100 * DISK_BLOCK_BYTES + 4 * taken(5006)
     assert tier.counts.bad == 0
     assert said == []
 

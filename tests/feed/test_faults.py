@@ -19,7 +19,8 @@ from test_source import decode, packed, shards, vector
 import salience
 from salience.errors import StoreError
 from salience.feed import Broken
-from salience.feed.reads import Reader, Terms
+from salience.feed.reads import Reader
+from salience.feed.retry import RetryPolicy
 from salience.feed.source import _of_objects
 from salience.feed.stores import open_store
 
@@ -101,7 +102,7 @@ def test_a_killed_worker_stops_the_run_and_the_resumed_one_delivers_the_rest(ser
 def test_a_stalled_request_is_doubled(served):
     with Server(served, Faults(stalled=lambda path, nth: path == "03.tar" and nth == 0)) as server:
         index = far_apart()[1]
-        reader = Reader(open_store(server.url), index, Terms(hedge_share=0.5))
+        reader = Reader(open_store(server.url), index, RetryPolicy(hedge_share=0.5))
         ids = list(range(50))
         assert reader.read(ids) == [vector(i) for i in ids]
         assert reader.read([150]) == [vector(150)]
@@ -113,7 +114,8 @@ def test_a_request_that_stalls_from_the_start_is_given_up_and_repeated(served):
     with Server(served, Faults(stalled=lambda path, nth: path == "00.tar" and nth == 0)) as server:
         source = salience.Source(server.url, deadline=1.0)
         assert source.read([0]) == [vector(0)]
-        assert (source.stats.retried, source.stats.hedged) == (1, 0)
+        assert server.hurt["stalled"] == 1
+        assert source.stats.hedged == 0
 
 
 def test_a_server_that_restarts_is_waited_for(served):
@@ -125,7 +127,16 @@ def test_a_server_that_restarts_is_waited_for(served):
         later.start()
         assert source.read([0, 399]) == [vector(0), vector(399)]
         later.join()
-        assert source.stats.retried > 0
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+def test_a_server_that_only_fails_is_asked_again_as_often_as_allowed(served, retries):
+    with Server(served) as server:
+        source = salience.Source(server.url, retries=retries)
+        server.faults, before = Faults(errors=1.0), server.requests
+        with pytest.raises(StoreError, match=r"cannot be read: the server answers with status 500"):
+            source.read([0])
+        assert server.requests - before == 1 + retries
 
 
 def test_a_server_that_is_gone_is_an_error_and_not_a_broken_sample(served):

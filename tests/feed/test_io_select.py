@@ -69,9 +69,10 @@ def go(loader: salience.Loader, stop: int | None = None) -> list[list[int]]:
     return seen
 
 
-def test_plans_take_what_is_resident_and_cover_everything(folder):
-    loader = make(folder)
+def test_plans_take_what_is_resident_and_cover_everything(folder, tmp_path):
+    loader = make(folder, trace=tmp_path / "trace")
     seen = go(loader)
+    loader.report()
     notes = [f for e in loader.events.recent if e["kind"] == "plan" for f in e["filters"] if f["name"] == "fetch"]
     assert len(notes) == EPOCHS - 2  # everything in the first window and the last
     assert sum(f["dropped"] for f in notes) > 20

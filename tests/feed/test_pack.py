@@ -12,7 +12,7 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from salience.errors import ConfigError, DataError, SalienceError, StateError
-from salience.feed.headers import BLOCK, END, header, header_size, members, padded
+from salience.feed.headers import TAR_BLOCK_BYTES, TAR_END, header, header_size, members, padded
 from salience.feed.index import FILE, Index
 from salience.feed.pack import File, Packing, Sample, Settings, fill, list_files, pack, samples_of
 from salience.feed.tars import check, index_shards, index_tars
@@ -130,7 +130,7 @@ def test_offsets_beyond_4_and_8_GiB_are_right(tmp_path: Path):
                 out.write(header(name, size))
                 at += header_size(name) + padded(size)
         out.seek(at)
-        out.write(END)
+        out.write(TAR_END)
     assert (tmp_path / "big.tar").stat().st_size == index.shard_sizes[0] > 14 << 30
     with tarfile.open(tmp_path / "big.tar") as archive:
         read = [(info.offset_data, info.size) for info in archive if info.name.endswith(".bin")]
@@ -264,7 +264,14 @@ def test_a_pax_size_counts_where_the_header_has_none(tmp_path: Path):
     record = b"%d %s" % (len(record) + 3, record)
     extra, real = tarfile.TarInfo("x"), tarfile.TarInfo("a/1.jpg")
     extra.type, extra.size = tarfile.XHDTYPE, len(record)
-    blocks = (extra.tobuf(), record.ljust(BLOCK, b"\0"), real.tobuf(), bytes(1024), header("a/2.jpg", 0), END)
+    blocks = (
+        extra.tobuf(),
+        record.ljust(TAR_BLOCK_BYTES, b"\0"),
+        real.tobuf(),
+        bytes(1024),
+        header("a/2.jpg", 0),
+        TAR_END,
+    )
     (tmp_path / "x.tar").write_bytes(b"".join(blocks))
     with (tmp_path / "x.tar").open("rb") as file:
         assert [(m.name, m.offset, m.size) for m in members(file, "x.tar")] == [
@@ -333,7 +340,7 @@ def test_compressed_cut_off_damaged_and_missing_tars_are_one_sentence_each(tmp_p
     refused("is cut off", "x.tar", good[:3000])
     refused("is cut off", "x.tar", good[: 2 * 2560])
     refused("no header at byte 2,560", "x.tar", good[:2560] + b"rubbish" * 700)
-    refused("There are no samples", "x.tar", END)
+    refused("There are no samples", "x.tar", TAR_END)
     (tmp_path / "x.tar").symlink_to("nowhere")
     refused(r"x\.tar cannot be read: No such file", "x.tar", None)
 

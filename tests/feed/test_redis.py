@@ -19,7 +19,7 @@ import pytest
 
 from salience.errors import ConfigError, MissingExtra
 from salience.feed import redis_tier
-from salience.feed.redis_tier import LARGEST, RedisTier, open_redis, parts
+from salience.feed.redis_tier import MAX_VALUE_BYTES, RedisTier, open_redis, parts
 from salience.feed.tiers import TierCounts
 
 from conftest import require
@@ -185,9 +185,9 @@ def test_questions_are_split_by_keys_and_bytes():
 
 
 def test_a_sample_too_large_for_redis_is_left_to_the_store(shared, opened, said):
-    sizes = np.array([LARGEST, 5000])
+    sizes = np.array([MAX_VALUE_BYTES, 5000])
     tier = opened(shared.url, sizes=sizes)
-    tier.put({0: bytes(LARGEST), 1: sample(1)})
+    tier.put({0: bytes(MAX_VALUE_BYTES), 1: sample(1)})
     assert tier.get([0, 1]) == {1: sample(1)}
     assert (tier.counts.writes, tier.counts.refused) == (1, 1)
     assert said == []

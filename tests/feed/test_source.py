@@ -21,7 +21,9 @@ import salience
 from salience.errors import ConfigError, DataError
 from salience.feed import Broken, Index
 from salience.feed.index import Names
-from salience.feed.reads import Reader, Terms, backoff, coalesce, patience, should_hedge
+from salience.feed.ranges import coalesce
+from salience.feed.reads import Reader
+from salience.feed.retry import RetryPolicy, hedge_delay, may_hedge
 from salience.feed.source import _of_objects
 from salience.feed.stores import LocalStore
 
@@ -236,23 +238,15 @@ def test_neighbours_are_read_together(starts, stops, runs):
     assert [(run.start, run.stop) for run in coalesce(starts, stops, gap=10, longest=100)] == runs
 
 
-def test_pauses_double_with_full_jitter():
-    terms = Terms(first_pause=0.1, longest_pause=1.0)
-    assert backoff(2, "x", terms) == backoff(2, "x", terms)
-    for attempt, most in ((0, 0.1), (3, 0.8), (9, 1.0)):
-        pauses = [backoff(attempt, str(seed), terms) for seed in range(2000)]
-        assert max(pauses) < most
-        assert np.mean(pauses) == pytest.approx(most / 2, rel=0.05)
-
-
 def test_a_request_is_doubled_when_slow_and_rarely():
-    terms = Terms(hedge_after=4, hedge_least=0.05)
-    assert patience(100, 0.001, 100, terms) == 0.05
-    assert patience(100, 0.1, 100, terms) == pytest.approx(0.4)
-    assert patience(1000, 0.1, 100, terms) == pytest.approx(4.0)
-    assert should_hedge(0.5, 0.4, hedged=4, requests=100, share=0.05)
-    assert not should_hedge(0.5, 0.4, hedged=5, requests=100, share=0.05)
-    assert not should_hedge(0.3, 0.4, hedged=0, requests=100, share=0.05)
+    policy = RetryPolicy(hedge_after=4, hedge_least=0.05, hedge_share=0.05)
+    assert hedge_delay(100, 0.001, 100, policy) == 0.05
+    assert hedge_delay(100, 0.1, 100, policy) == pytest.approx(0.4)
+    assert hedge_delay(1000, 0.1, 100, policy) == pytest.approx(4.0)
+    assert may_hedge(4, 100, policy)
+    assert not may_hedge(5, 100, policy)
+    assert may_hedge(0, 1, policy)
+    assert not may_hedge(1, 1, policy)
 
 
 def losses_of(loader: salience.Loader, model: torch.nn.Module) -> list[float]:

@@ -17,7 +17,7 @@ from salience.app import checkpoint
 from salience.cli.opening import open_run
 from salience.errors import StateError
 from salience.events import EventLog
-from salience.feed.told import size
+from salience.feed.sizes import size
 from salience.report.html import page
 from salience.report.log import read_log
 from salience.report.story import Story, shown
@@ -108,11 +108,18 @@ def test_a_cache_is_told_by_its_own_counts(tmp_path):
         path.write_bytes(bytes([i]) * (100 + i))
     (tmp_path / "data" / "c0" / "00.bin").write_bytes(b"")
     loader = salience.Loader(
-        salience.Source(str(tmp_path / "data")), 8, decode=_first, cache=2000, max_broken=0.1, log=tmp_path / "x.jsonl"
+        salience.Source(str(tmp_path / "data")),
+        8,
+        decode=_first,
+        cache=2000,
+        max_broken=0.1,
+        log=tmp_path / "x.jsonl",
+        trace=tmp_path / "trace",
     )
     for _ in range(3):
         for x, _y in loader:
             loader.loss(x.float())
+    loader.report()
     story = story_of(tmp_path / "x.jsonl")
     counts = [event for event in events.read(tmp_path / "x.jsonl") if event["kind"] == "feed"][-1]
     assert story.feed["requests"] == counts["requests"] > 0

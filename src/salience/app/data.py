@@ -18,7 +18,7 @@ from salience.app.unpack import Progress, plain_tar
 from salience.errors import BrokenSample, DataError, SalienceError
 from salience.feed import Broken, Index, Source
 from salience.feed.index import TEST_SPLITS, Names, classes_of, folders_of
-from salience.feed.tars import IMAGES
+from salience.feed.tars import IMAGE_SUFFIXES
 
 HELD_OUT = 10
 """Where there is no test split, one in so many images of each class is held out."""
@@ -132,9 +132,13 @@ def images_of(index: Index, shown: str) -> tuple[Index, list[str]]:
     # Appending to a tar replaces a member by writing it anew: the last one counts.
     last = {(shard, name): i for i, (shard, name) in enumerate(zip(index.shard.tolist(), names, strict=True))}
     # By name, so that a sample keeps its id, and its row in a ledger, when a folder is packed.
-    kept = [i for (_, name), i in sorted(last.items(), key=lambda item: item[0][::-1]) if name.lower().endswith(IMAGES)]
+    kept = [
+        i
+        for (_, name), i in sorted(last.items(), key=lambda item: item[0][::-1])
+        if name.lower().endswith(IMAGE_SUFFIXES)
+    ]
     if not kept:
-        raise DataError(f"{shown} holds no images; images end in {', '.join(IMAGES)}.")
+        raise DataError(f"{shown} holds no images; images end in {', '.join(IMAGE_SUFFIXES)}.")
     placed = folders_of([names[i] for i in kept])
     if told and index.classes:
         return _part(index, np.array(kept)), [split for split, _ in placed]

@@ -1,10 +1,10 @@
-"""The cached way from a Source to the loader's workers, as the training process sees it."""
+"""The cache of a node as the training process sees it: it starts the feeder, tells it the plans, and hands out bytes."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,28 +12,32 @@ import numpy.typing as npt
 
 from salience.errors import ConfigError, DataError, StoreError
 from salience.feed.disk import parse_disk
-from salience.feed.feeder import Ids, Limits, Window
 from salience.feed.options import checked_budget
+from salience.feed.policy import Ids, OpenPolicy
 from salience.feed.process import Job, Process
 from salience.feed.reads import Broken, Counts
+from salience.feed.schedule import Limits, Window, in_order
 from salience.feed.shared import BROKEN, SERIAL, WHOLE, Shared, Token
+from salience.feed.simulate import rival_bytes
+from salience.feed.sizes import size
 from salience.feed.source import Source
 from salience.feed.tiers import open_tiers
 from salience.ledger.exchange import Group
-from salience.plan import Plan, Shard
+from salience.plan import Plan, Shard, Trace
 
-LEAST_AHEAD = 64 * 1024 * 1024
+MIN_READ_AHEAD_BYTES = 64 * 1024 * 1024
+"""The feeder may read at least so far ahead, however small the batches are."""
 
 
 class Handle:
-    """What a worker needs to take samples out of the shared memory."""
+    """Takes samples out of the shared memory, in a loader worker."""
 
     def __init__(self, shared: Shared, rank: int, sizes: npt.NDArray[np.int64], views: bool) -> None:
         self.shared, self.rank, self.sizes, self.views = shared, rank, sizes, views
         self._parent = os.getpid()
 
     def read(self, ticket: int, ids: Sequence[int]) -> list[Any]:
-        """Bytes (or views of them) of each sample of the batch, or what is wrong with it. Waits until they are there."""
+        """Wait for a batch and return the bytes of each sample (or a view of them), or a Broken that says what is wrong."""
         self._wait(ticket)
         return [self._one(i) for i in ids]
 
@@ -63,14 +67,14 @@ class Handle:
 
 
 class Feed:
-    """Starts the feeder of the node (on its first rank), tells it the plans and what is done with."""
+    """Starts the feeder of the node (on its first rank) and tells it the plans and which batches are done with."""
 
     def __init__(
         self,
         source: Source,
         *,
         cache: int | str,
-        policy: str = "planned",
+        policy: str | OpenPolicy = "planned",
         disk: str | None = None,
         redis: str | None = None,
         views: bool = False,
@@ -95,6 +99,8 @@ class Feed:
         self.handle = Handle(self.shared, self._rank, source.sizes, views)
         self._owner = os.getpid()
         self._serial = 0
+        self._windows: dict[int, None] = {}
+        """Windows that were planned since this cache was made."""
         self._done: set[int] = set()
         self._end = 1
         """The ticket after the last of this window."""
@@ -103,15 +109,16 @@ class Feed:
         self._process: Process | None = None
         self._restored: Ids | None = None
         self.resident: Ids = np.empty(0, dtype=np.int64)
-        """What the cache held when the window in progress began."""
+        """Samples the cache held when the window in progress began."""
 
     def window(self, plan: Plan, delivered: set[int], unread: npt.NDArray[np.bool_] | None = None) -> None:
-        """A window begins; `delivered` batches of this rank are not wanted again, and of `unread` visits no bytes at all."""
+        """Begin a window. Batches of this rank in `delivered` are not wanted again, and visits in `unread` need no bytes."""
         if os.getpid() != self._owner:  # two feeders would write into one memory
             raise ConfigError("The cache belongs to the process that made the Loader; make one in each that iterates.")
         self.resident = np.flatnonzero(self.kept)
         resident, self._restored = self._restored, None
         self._serial += 1
+        self._windows[plan.window] = None
         first = self._serial << SERIAL
         self.shared.first[self._rank] = first
         self.shared.done[self._rank] = first
@@ -129,24 +136,23 @@ class Feed:
             self.shared.state[:] = 0
             resident = self.resident
             self._process = Process(self._job)
-        shards = [plan.shard(rank, self._world) for rank in self._ranks]
         self._process.send(
             Window(
-                batches=[[_read(shard, k, unread) for k in range(len(shard))] for shard in shards],
+                batches=self._batches(plan, unread),
                 skip=skip,
                 serial=self._serial,
-                first=[first] * len(shards),
+                first=[first] * len(self._ranks),
                 importance=self._importance(plan),
                 resident=resident,
             )
         )
 
     def ticket(self, position: int) -> int:
-        """Of the batch that is the `position`th of those wanted in this window."""
+        """The ticket of the batch at `position` among those wanted in this window."""
         return (self._serial << SERIAL) + position
 
     def delivered(self, ticket: int) -> list[str]:
-        """The batch was handed on and its bytes are no longer needed; warnings of the feeder since the last call."""
+        """Give back the memory of a batch that was handed on; returns warnings of the feeder since the last call."""
         self._done.add(ticket)
         done = int(self.shared.done[self._rank])
         while done in self._done:
@@ -157,21 +163,21 @@ class Feed:
 
     @property
     def serial(self) -> int:
-        """How manieth window is in progress."""
+        """Index of the window in progress; never reused."""
         return self._serial
 
     def break_off(self, serial: int) -> None:
-        """Nobody wants the rest of that window: workers that wait for a batch of it are let go."""
+        """End a window early: workers that wait for one of its batches are let go."""
         if serial == self._serial:
             self.shared.first[self._rank] = (serial + 1) << SERIAL
 
     def restore(self, resident: Ids) -> None:
-        """What the cache of the run that is resumed held when its window began."""
+        """Start from what the cache held in the run that is resumed, when its window began."""
         self._restored = resident
 
     @property
     def kept(self) -> npt.NDArray[np.bool_]:
-        """Which samples the cache of this node keeps between two windows, bool [n]."""
+        """Samples that the cache of this node keeps between two windows, bool [n]."""
         if self._restored is None:
             if self._settled():
                 return self.shared.kept
@@ -181,7 +187,7 @@ class Feed:
         return kept
 
     def _settled(self) -> bool:
-        """Wait until the cache has decided what it keeps of the last window, unless that was broken off."""
+        """Wait until the cache has decided what it keeps of the last window; False if that window was broken off."""
         while self.shared.settled[0] < self._serial:
             if int(self.shared.done[self._rank]) < self._end or self.shared.failed[0] >= self._end:
                 return False
@@ -189,10 +195,21 @@ class Feed:
         return True
 
     def counts(self) -> dict[str, int]:
+        """Counters of the node since the cache was made."""
         return self.shared.counts()
 
+    def rival_bytes(self, trace: Trace, unread: Callable[[Plan], npt.NDArray[np.bool_] | None]) -> dict[str, int]:
+        """Bytes that LRU and never-evict would have fetched for the windows of this run, simulated from its trace."""
+        windows = (self._batches(plan, unread(plan)) for plan in map(trace.read, self._windows))
+        return rival_bytes((np.concatenate(in_order(batches)) for batches in windows), self.budget, self.source.sizes)
+
+    def _batches(self, plan: Plan, unread: npt.NDArray[np.bool_] | None) -> list[list[Ids]]:
+        """Per rank of the node, the samples of its batches whose bytes are wanted."""
+        shards = [plan.shard(rank, self._world) for rank in self._ranks]
+        return [[_read(shard, k, unread) for k in range(len(shard))] for shard in shards]
+
     def take_counts(self) -> Counts:
-        """What was asked of the store since the last call."""
+        """Requests to the store since the last call."""
         now = self.counts()
         names = ("bytes_used", "bytes_sent", "requests", "retried", "hedged")
         counts = Counts(samples=now["fetched_samples"], **{name: now[name] for name in names})
@@ -203,7 +220,7 @@ class Feed:
         return new
 
     def _importance(self, plan: Plan) -> npt.NDArray[np.float32]:
-        """Of every sample; where the plan knows only that of its own, what earlier plans said of the others."""
+        """Importance of every sample; for those the plan does not rank, what earlier plans said."""
         if plan.ranks is not None:
             return plan.ranks.astype(np.float32)
         self._known[plan.ids] = plan.importance
@@ -220,7 +237,7 @@ def _read(shard: Shard, k: int, unread: npt.NDArray[np.bool_] | None) -> Ids:
 
 
 def _check_tiers(disk: str | None, redis: str | None, source: Source) -> None:
-    """Say now what is wrong with how they are written; the feeder opens them."""
+    """Raise now if a tier is misspelt or refuses us; the feeder opens them later."""
     if disk is not None:
         parse_disk(disk)
     for tier in open_tiers(None, redis, source.index, source.url, lambda text: None):
@@ -228,13 +245,13 @@ def _check_tiers(disk: str | None, redis: str | None, source: Source) -> None:
 
 
 def _limits(source: Source, budget: int, batch_size: int, workers: int, ranks: int) -> tuple[Limits, int]:
-    """How far to read ahead, and bytes of the memory: the cache, what is read ahead, and a sixteenth for odd pieces."""
+    """How far to read ahead, and the size of the memory: the cache, what is read ahead, and a sixteenth for odd pieces."""
     sizes = source.sizes
     mean = float(sizes.mean()) if len(sizes) else 0.0
     count = min(batch_size, len(sizes))
     largest = int(np.partition(sizes, len(sizes) - count)[len(sizes) - count :].sum()) if count else 0
     least = int((workers + 2) * count * mean) * ranks
-    most = max(2 * least, LEAST_AHEAD)
+    most = max(2 * least, MIN_READ_AHEAD_BYTES)
     along = most // 4
     grains = 128 * 2 * (count * (workers + 2) * ranks + len(sizes))
     total = budget + budget // 16 + most + largest * ranks + along + grains
@@ -243,7 +260,7 @@ def _limits(source: Source, budget: int, batch_size: int, workers: int, ranks: i
 
 
 def _shared(group: Group | None, n: int, ranks: int, capacity: int) -> Shared:
-    """Made by the node's first rank and opened by its others."""
+    """The shared memory, made by the first rank of the node and opened by the others."""
     if group is None:
         return Shared(n, ranks, capacity)
     mine = Shared(n, ranks, capacity) if group.leads_node else None
@@ -251,3 +268,24 @@ def _shared(group: Group | None, n: int, ranks: int, capacity: int) -> Shared:
     shared = mine or Shared.open(Token(path, n, ranks, capacity))
     group.barrier()
     return shared
+
+
+def cache_summary(counts: Mapping[str, int], budget: int) -> str:
+    """What a cache did, in words: bytes the store sent against other caches, as far as `counts` has them."""
+    wanted, sent = counts["bytes"], counts["bytes_used"]
+    others = f"Without a cache it would have sent {size(wanted)}"
+    if "lru_bytes" in counts:
+        others += (
+            f", with LRU {size(counts['lru_bytes'])}, with one that never evicts {size(counts['never_evict_bytes'])}"
+        )
+    text = (
+        f"Cache of {size(budget)}: {counts['hits']:,} of {counts['samples']:,} samples were in it; the store sent "
+        f"{size(counts['bytes_sent'])}. {others}; for these plans no cache of this size could have done with less than "
+        f"{size(counts['bound_bytes'])}."
+    )
+    for tier in ("disk", "redis"):
+        if counts[f"{tier}_bytes"]:
+            text += f" {size(counts[f'{tier}_bytes'])} came from {tier}."
+    if sent > wanted:
+        text += f" {size(sent - wanted)} were read more than once, since the run was interrupted."
+    return text

@@ -22,33 +22,34 @@ MOST_PRINTS = 4096
 """Fingerprints kept until they are asked for."""
 
 
-class Fed(NamedTuple):
-    """A collated batch, with what the worker has to tell about reading it."""
+class SourceBatch(NamedTuple):
+    """A collated batch, with what the worker noted while reading it."""
 
     batch: Any
     broken: dict[int, str]
     """Position in the batch -> what is wrong with the sample that belongs there."""
     counts: dict[str, int]
+    """Fields of `Counts`: requests that this batch made to the store."""
 
 
 class Samples(list[Any]):
-    """The samples of one batch, and what there is to tell about them."""
+    """The samples of one batch, with notes on reading them."""
 
     broken: dict[int, str]
     counts: dict[str, int]
     seconds: dict[str, float]
-    """What it cost to get them, by stage."""
+    """Seconds per stage: "fetch" and "decode"."""
 
 
 class SourceDataset(Dataset[Any]):
-    """`(decode(data), label)` by number; `decode(data)` alone where the source knows no classes."""
+    """Sample i is `(decode(data), label)`, or `decode(data)` alone where the source knows no classes."""
 
     takes_orders = True
 
     def __init__(self, source: Source, decode: Decode | None = None) -> None:
         self.source, self.decode = source, decode
         self.handle: Handle | None = None
-        """The cache, where there is one."""
+        """Access to the cache; None without one."""
         self._prints: dict[int, int] = {}
         """Fingerprints of samples that this process read last and whose index has no checksums."""
 
@@ -64,7 +65,7 @@ class SourceDataset(Dataset[Any]):
         return self._samples(ids, data, counts, time.perf_counter() - begin)
 
     def take(self, order: Any) -> Samples:
-        """A batch of the plan, which the cache has been told of."""
+        """Read a batch of the plan, from the cache if it was told of this batch."""
         ids: list[int] = order.ids.tolist()
         if self.handle is None or order.ticket < 0:
             return self.__getitems__(ids)
@@ -114,9 +115,9 @@ class SourceDataset(Dataset[Any]):
             return bytes(data)
         try:
             return self.decode(data)
-        except SalienceError:  # a missing package, say
+        except SalienceError:  # a missing package, for example
             raise
-        except Exception as error:  # a decoder fed with rubbish may raise anything
+        except Exception as error:  # a decoder may raise anything when it is fed garbage
             return Broken(f"it cannot be decoded ({type(error).__name__}: {str(error)[:200]})")
 
 
@@ -126,16 +127,16 @@ def fingerprint(data: bytes | memoryview) -> int:
 
 
 def substitute(position: int, labels: npt.NDArray[np.int32], broken: dict[int, str]) -> int:
-    """Whose data stand at a broken position: the first good sample of its class in the batch, else the first good one."""
+    """The position whose data replace a broken sample: the first good one of its class, else the first good one."""
     good = [k for k in range(len(labels)) if k not in broken]
     return next((k for k in good if labels[k] == labels[position]), good[0])
 
 
 class FeedCollate:
-    """The user's collate function; what there is to tell goes beside its result."""
+    """Wraps the user's collate function and returns its result as a SourceBatch."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, samples: Samples) -> Fed:
-        return Fed(self.collate(samples), samples.broken, samples.counts)
+    def __call__(self, samples: Samples) -> SourceBatch:
+        return SourceBatch(self.collate(samples), samples.broken, samples.counts)

@@ -1,4 +1,4 @@
-"""The disk tier: one file a sample, which runs share and find again."""
+"""The disk tier: one file per sample, shared between runs and kept after them."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ import numpy.typing as npt
 
 from salience.errors import ConfigError
 from salience.feed.sizes import parse_bytes
-from salience.feed.tiers import SEAL, Tally, TierCounts, Warn, fits, seal
+from salience.feed.tiers import SEAL_BYTES, Tally, TierCounts, Warn, fits, seal
 
 Bytes = TypeVar("Bytes", int, npt.NDArray[np.int64])
 
-BLOCK = 4096
-FOLDERS = 256
-STEPS = 64
-"""What lies here is counted again whenever this run has written one part in `STEPS` of its limit."""
-LEFT_FREE = 0.05
-"""Share of the disk that is left free where no limit is given."""
-STALE = 3600.0
-"""Seconds after which a file that is only half written belongs to a run that died."""
+DISK_BLOCK_BYTES = 4096
+"""Files take whole blocks of this size."""
+SUBFOLDERS = 256
+"""Folders that the files are spread over."""
+RECOUNTS_PER_LIMIT = 64
+"""The files of all runs are counted again whenever this run has written this fraction (1/64) of the limit."""
+MIN_FREE_SHARE = 0.05
+"""Share of the disk that stays free if no limit is given."""
+STALE_SECONDS = 3600.0
+"""Age in seconds at which a half-written file is taken to belong to a run that died."""
 
 
 def open_disk(text: str, source: str, sizes: npt.NDArray[np.int64], warn: Warn) -> DiskTier:
-    """The tier that DIR or DIR:BYTES names, with what earlier runs left in it; `source` is its identity."""
+    """The tier at DIR or DIR:BYTES, with the samples of earlier runs; `source` is the identity of the source."""
     folder, limit = parse_disk(text)
     tier = DiskTier(os.path.join(folder, f"salience-{source}"), limit, sizes, warn)
     tier.open()
@@ -38,7 +40,7 @@ def open_disk(text: str, source: str, sizes: npt.NDArray[np.int64], warn: Warn) 
 
 
 def parse_disk(text: str) -> tuple[str, int | None]:
-    """Folder and bytes of "DIR:BYTES"; no bytes where there is only DIR. A colon before a slash belongs to DIR."""
+    """Folder and limit in "DIR:BYTES"; the limit is None for DIR alone. A colon before a slash belongs to DIR."""
     folder, colon, size = text.rpartition(":")
     if not colon or "/" in size or os.sep in size:
         folder, size = text, ""
@@ -49,17 +51,17 @@ def parse_disk(text: str) -> tuple[str, int | None]:
 
 
 def taken(size: Bytes) -> Bytes:
-    """Bytes of the disk that a sample of `size` bytes takes: with its seal, in whole blocks."""
-    return -(-(size + SEAL) // BLOCK) * BLOCK
+    """Bytes of disk space that a sample of `size` bytes takes: with its checksum, in whole blocks."""
+    return -(-(size + SEAL_BYTES) // DISK_BLOCK_BYTES) * DISK_BLOCK_BYTES
 
 
 class DiskTier:
-    """Samples as files `folder`/ab/<id>, until `limit` bytes are used, or 95% of the disk where it is None.
+    """Samples as files `folder`/ab/<id>, until `limit` bytes are used, or 95% of the disk if it is None.
 
-    Nothing is ever evicted: where each sample is asked for equally often, no policy has more hits than keeping what came
-    first. A file is renamed into place, so it is there whole or not at all; it is not synced, so one that a crash of the
-    machine tore is found by its seal. Runs may share the folder: each counts the files of all when it opens and after
-    each 1/64 of the limit that it writes, so that several can exceed the limit by at most that much each.
+    Nothing is ever evicted: if each sample is read equally often, no policy has more hits than keeping what came first.
+    A file is renamed into place, so it is either complete or absent. It is not synced; a file torn by a crash of the machine
+    is detected by its checksum. Runs may share the folder: each counts the files of all runs when it opens and after every
+    1/64 of the limit that it writes, so each run can exceed the limit by at most that much.
     """
 
     name = "disk"
@@ -71,9 +73,9 @@ class DiskTier:
         self._reads = self._writes = True
         self._mine = secrets.token_hex(4)
         self._used = 0
-        """Bytes taken here, as far as is known."""
+        """Bytes used by all runs, as of the last count."""
         self._claimed = self._counted = 0
-        """Bytes that this run has claimed for its files, in all and when it last counted."""
+        """Bytes that this run has claimed for its files, in total and at the last count."""
 
     @property
     def counts(self) -> TierCounts:
@@ -92,7 +94,7 @@ class DiskTier:
         for i in ids if self._reads else ():
             try:
                 with open(self._path(i), "rb", buffering=0) as file:
-                    check, data = file.read(SEAL), file.readall()
+                    check, data = file.read(SEAL_BYTES), file.readall()
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -118,18 +120,18 @@ class DiskTier:
         self._tally.add(writes=writes, written_bytes=written, refused=len(found) - there - writes)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no file stays open."""
 
     def _path(self, i: int) -> str:
-        return f"{self.folder}/{i % FOLDERS:02x}/{i}"
+        return f"{self.folder}/{i % SUBFOLDERS:02x}/{i}"
 
     def _claim(self, size: int) -> bool:
-        """Whether there is room for `size` bytes; they then count as used."""
+        """Claim `size` bytes; False if there is no room."""
         if not self._writes:
             return False
         if self.limit is None:
             return self._room_on_disk() >= size
-        if self._claimed - self._counted > self.limit // STEPS:
+        if self._claimed - self._counted > self.limit // RECOUNTS_PER_LIMIT:
             self._count()
         with self._lock:
             if self._used + size > self.limit:
@@ -144,7 +146,7 @@ class DiskTier:
         except OSError as error:
             self._stop_writing(error)
             return 0
-        return (disk.f_bavail - LEFT_FREE * disk.f_blocks) * disk.f_frsize
+        return (disk.f_bavail - MIN_FREE_SHARE * disk.f_blocks) * disk.f_frsize
 
     def _write(self, i: int, data: bytes) -> bool:
         path = self._path(i)
@@ -173,12 +175,12 @@ class DiskTier:
             self._used -= taken(int(self._sizes[i]))
 
     def _count(self) -> None:
-        """Count what lies here, whoever wrote it, by names alone: sizes are known. Clears away what dead runs left."""
+        """Count the files of all runs by their names (sizes are known), and remove half-written files of dead runs."""
         with self._lock:
             before = self._counted = self._claimed
         names: list[str] = []
         try:
-            for k in range(FOLDERS):
+            for k in range(SUBFOLDERS):
                 with contextlib.suppress(FileNotFoundError):
                     names += self._names(f"{self.folder}/{k:02x}")
         except OSError as error:
@@ -194,7 +196,7 @@ class DiskTier:
         for name in names:
             if name.startswith("."):
                 with contextlib.suppress(OSError):
-                    if os.stat(f"{folder}/{name}").st_mtime < time.time() - STALE:
+                    if os.stat(f"{folder}/{name}").st_mtime < time.time() - STALE_SECONDS:
                         os.unlink(f"{folder}/{name}")
         return names
 

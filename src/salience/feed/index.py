@@ -1,4 +1,4 @@
-"""The byte index: where every sample's bytes lie, in shards or as objects of their own."""
+"""The byte index: where the bytes of every sample lie, in shards or as objects of their own."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from salience.ledger.files import read_npz, write_npz
 
 FORMAT = "salience-index-1"
 FILE = "index.npz"
-"""Name of the index beside its shards."""
+"""File name of the index beside its shards."""
 TEST_SPLITS = ("test", "val", "valid", "validation")
 """Directories beside `train` that hold what to test on, in the order in which they are looked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Names:
-    """N names as two arrays instead of N objects, so that a million of them open at once and workers share them."""
+    """N names as two arrays instead of N objects: a million names load at once, and workers share them."""
 
     joined: npt.NDArray[np.uint8]
-    """All names one after the other, UTF-8."""
+    """All names joined, as UTF-8."""
     ends: npt.NDArray[np.int64]
     """int64 [N + 1]: name i is joined[ends[i] : ends[i + 1]]."""
 
@@ -49,15 +49,17 @@ class Index:
     """N samples: sample i is `size[i]` bytes at `offset[i]` of the object `path(i)`."""
 
     names: Names
-    """The sample's name in its shard, or the path of its own object."""
+    """The name of each sample in its shard, or the path of its own object."""
     shards: tuple[str, ...]
     """Paths of the shards below the source; empty where every sample is an object of its own."""
     shard_sizes: npt.NDArray[np.int64]
     """Bytes of each shard when the index was made, int64 [S]: another size means another shard."""
     shard: npt.NDArray[np.int32]
-    """int32 [N]; -1 where the sample is an object of its own."""
+    """Shard of each sample, int32 [N]; -1 where the sample is an object of its own."""
     offset: npt.NDArray[np.int64]
+    """First byte of each sample in its object, int64 [N]."""
     size: npt.NDArray[np.int64]
+    """Bytes of each sample, int64 [N]."""
     check: npt.NDArray[np.uint64]
     """xxh3_64 of the sample's bytes, uint64 [N]; 0 = not known."""
     label: npt.NDArray[np.int32]
@@ -78,7 +80,7 @@ class Index:
         return int(self.size.sum())
 
     def save(self, path: str | Path) -> None:
-        """The file appears whole or not at all."""
+        """Write the index; the file is complete or absent."""
         shards, classes = Names.of(self.shards), Names.of(self.classes)
         arrays: dict[str, npt.NDArray[Any]] = {
             "format": np.array(FORMAT),
@@ -102,7 +104,7 @@ class Index:
         return index
 
     def validate(self, where: str) -> None:
-        """Refuse an index that points outside its shards or whose parts do not fit each other."""
+        """Raise DataError if the index points outside its shards or its parts do not match."""
         n = len(self.shard)
         arrays = (self.offset, self.size, self.check, self.label)
         if any(array.shape != (n,) for array in arrays) or len(self.names) != n:
@@ -126,7 +128,7 @@ class Index:
 
 
 def check_path(path: str, where: str) -> str:
-    """A path that stays below its source, or an error."""
+    """Return `path` if it stays below its source; raise DataError otherwise."""
     parts = path.replace("\\", "/").split("/")
     if not path or path.startswith("/") or os.path.isabs(path) or ".." in parts or "\0" in path:
         raise DataError(f"{where} holds the name {path!r}, which leads outside; names must stay below their source.")

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from salience.errors import ConfigError
 from salience.feed.disk import parse_disk
-from salience.feed.policies import policy as open_policy
+from salience.feed.policy import OpenPolicy, open_policy
 from salience.feed.redis_tier import check_redis_url
 from salience.feed.sizes import memory_bytes, parse_bytes
 
@@ -35,8 +35,8 @@ class ReadingOptions:
     """Share of all samples that may be broken before the run stops."""
     views: bool = False
     """Hand `decode` a read-only view of the cache's memory instead of bytes."""
-    policy: str = "planned"
-    """Decides which samples the cache keeps."""
+    policy: str | OpenPolicy = "planned"
+    """Decides which samples the cache keeps: "planned", or a function that makes a `salience.feed.policy.Policy`."""
 
     @property
     def cached(self) -> bool:
@@ -53,7 +53,7 @@ def reading_options(
     redis: str | None,
     max_broken: float,
     views: bool,
-    policy: str,
+    policy: str | OpenPolicy,
 ) -> ReadingOptions:
     """The options as a user wrote them, checked for samples of these sizes, int64 [N]."""
     if decode is not None and not callable(decode):

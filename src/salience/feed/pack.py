@@ -5,7 +5,7 @@
     list the files -> samples -> shuffle by the seed -> fill shards -> write each (.part, then renamed) -> index.npz
 
 The order is fixed before the first byte is written, so all offsets are known by arithmetic, shards are written in any
-order, and a run that was killed goes on with the shards that are missing. What belongs together says OUT/pack.json.
+order, and a run that was killed goes on with the missing shards. OUT/pack.json says what OUT was packed from.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ import numpy.typing as npt
 
 from salience.errors import ConfigError, DataError, StateError
 from salience.feed import index as indices
-from salience.feed.headers import BLOCK, END, header, header_size, padded
+from salience.feed.headers import TAR_BLOCK_BYTES, TAR_END, header, header_size, padded
 from salience.feed.index import Index, Names, check_path, classes_of
 from salience.feed.tars import (
-    BESIDE,
-    CHUNK,
-    JOBS,
+    CHUNK_BYTES,
+    DEFAULT_JOBS,
+    SIDECAR_SUFFIXES,
     Count,
     Progress,
     each,
@@ -43,36 +43,40 @@ from salience.feed.tars import (
 )
 from salience.seeds import generator
 
-PLAN = "pack.json"
+PLAN_FILE = "pack.json"
 FORMAT = "salience-pack-1"
 
 
 class File(NamedTuple):
-    """A file to pack; its path is below the folder."""
+    """A file to pack; its path is relative to the folder."""
 
     path: str
     size: int
     modified: int
-    """Nanoseconds."""
+    """Modification time in nanoseconds."""
 
 
 class Sample(NamedTuple):
+    """A sample to pack."""
+
     key: str
     label: int
     files: tuple[File, ...]
-    """The data first, then what travels with it."""
+    """The data first, then its sidecar files."""
 
     def members(self) -> list[tuple[str, int]]:
-        """Name and size of each member of the tar, the class number last where there is one."""
+        """Name and size of each member in the tar; the class number comes last, if there is one."""
         found = [(self.key + (suffix_of(file.path) or ".bin"), file.size) for file in self.files]
         return found if self.label < 0 else [*found, (f"{self.key}.cls", len(str(self.label)))]
 
     def size(self) -> int:
-        """Bytes the sample takes in a tar."""
+        """Bytes that the sample takes in a tar."""
         return sum(header_size(name) + padded(size) for name, size in self.members())
 
 
 class Shard(NamedTuple):
+    """A tar to write."""
+
     samples: tuple[Sample, ...]
     size: int
     """Bytes of the tar."""
@@ -80,12 +84,12 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What a packing depends on besides its files."""
+    """Settings that determine a packing, besides its files."""
 
     shard_size: int = 64 << 20
-    """Bytes of a shard at most."""
+    """Maximum bytes per shard."""
     seed: int = 0
-    """Of the order of the samples: shuffled, so that any contiguous range mixes the classes."""
+    """Seed of the order of the samples, which are shuffled so that any contiguous range mixes the classes."""
 
     def __post_init__(self) -> None:
         if self.seed < 0:
@@ -94,14 +98,14 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """Everything about the shards but their bytes."""
+    """Everything about the shards except their bytes."""
 
     settings: Settings
     shards: tuple[Shard, ...]
     classes: tuple[str, ...]
 
     def fingerprint(self) -> str:
-        """Changes with the files, their sizes and times, their order, and where shards begin."""
+        """A digest of the files, their sizes and times, their order, and where shards begin."""
         whole = hashlib.sha256(repr((asdict(self.settings), self.classes)).encode())
         for shard in self.shards:
             whole.update(b"shard")
@@ -110,7 +114,7 @@ class Packing:
         return whole.hexdigest()
 
     def index(self, checks: Iterable[npt.NDArray[np.uint64]]) -> Index:
-        """The byte index, from the checksums of each shard's samples."""
+        """The byte index, given the checksums of each shard's samples."""
         offsets: list[int] = []
         for shard in self.shards:
             at = 0
@@ -135,7 +139,7 @@ class Packing:
 
 
 def list_files(folder: Path) -> list[File]:
-    """All files below `folder` in the order of their paths, hidden ones left out; links are followed."""
+    """All files below `folder`, sorted by path, without hidden ones; links are followed."""
     found: list[File] = []
     todo, seen = [""], set[tuple[int, int]]()  # links may form a circle
     while todo:
@@ -159,7 +163,7 @@ def list_files(folder: Path) -> list[File]:
 
 
 def samples_of(files: Sequence[File]) -> tuple[list[Sample], tuple[str, ...]]:
-    """One sample a file, except that .txt and .json travel with the file they are called after; and the classes.
+    """The samples and their classes: one sample per file, except that .txt and .json belong to the file of the same name.
 
     A WebDataset key ends at the first dot: dots of the name become underscores, and a number keeps keys apart.
     """
@@ -172,7 +176,7 @@ def samples_of(files: Sequence[File]) -> tuple[list[Sample], tuple[str, ...]]:
         stems.setdefault(file.path.removesuffix(suffix_of(file.path)), []).append(file)
     groups: list[tuple[str, tuple[File, ...]]] = []
     for stem, group in stems.items():
-        data = [file for file in group if suffix_of(file.path).lower() not in BESIDE] or group[-1:]
+        data = [file for file in group if suffix_of(file.path).lower() not in SIDECAR_SUFFIXES] or group[-1:]
         beside = [file for file in group if file not in data]
         groups += [(stem, (file, *(beside if file is data[0] else ()))) for file in data]
     classes, labels = classes_of([group[0].path for _, group in groups])
@@ -191,7 +195,7 @@ def samples_of(files: Sequence[File]) -> tuple[list[Sample], tuple[str, ...]]:
 
 
 def plan(folder: Path, settings: Settings) -> Packing:
-    """Which sample goes where."""
+    """Decide which sample goes into which shard."""
     if not folder.is_dir():
         raise DataError(f"There is no folder {folder}; check the path.")
     split = [name for name in ("train", "test", "val", "valid", "validation") if (folder / name).is_dir()]
@@ -207,20 +211,20 @@ def plan(folder: Path, settings: Settings) -> Packing:
 
 
 def fill(samples: Sequence[Sample], shard_size: int) -> tuple[Shard, ...]:
-    """Samples in their order, as many a shard as fit into `shard_size` bytes."""
+    """Fill shards with samples in order, as many per shard as fit into `shard_size` bytes."""
     shards: list[Shard] = []
     inside: list[Sample] = []
-    full = len(END)
+    full = len(TAR_END)
     for sample in samples:
         size = sample.size()
-        if size + len(END) > shard_size:
+        if size + len(TAR_END) > shard_size:
             raise ConfigError(
-                f"The shard size is {shard_size:,} bytes, and {sample.files[0].path} alone takes {size + len(END):,} in a"
+                f"The shard size is {shard_size:,} bytes, and {sample.files[0].path} alone takes {size + len(TAR_END):,} in a"
                 " tar; give a larger --shard-size."
             )
         if full + size > shard_size:
             shards.append(Shard(tuple(inside), full))
-            inside, full = [], len(END)
+            inside, full = [], len(TAR_END)
         inside.append(sample)
         full += size
     return (*shards, Shard(tuple(inside), full))
@@ -230,11 +234,16 @@ def fill(samples: Sequence[Sample], shard_size: int) -> tuple[Shard, ...]:
 
 
 def pack(
-    folder: str | Path, out: str | Path, settings: Settings, *, jobs: int = JOBS, progress: Progress | None = None
+    folder: str | Path,
+    out: str | Path,
+    settings: Settings,
+    *,
+    jobs: int = DEFAULT_JOBS,
+    progress: Progress | None = None,
 ) -> Index:
-    """Write the shards of `folder` that are not yet in `out`, and the index when all of them are."""
+    """Write the shards of `folder` that are not yet in `out`, then the index."""
     folder, out = Path(folder).resolve(), Path(out).resolve()
-    hasher()  # or say now that it is missing
+    hasher()  # raises now if it is not installed
     if out.is_relative_to(folder):
         raise ConfigError(f"{out} lies inside {folder}, which would pack its own shards; choose a folder outside.")
     packing = plan(folder, settings)
@@ -255,9 +264,9 @@ def pack(
 
 
 def write_shard(folder: Path, path: Path, shard: Shard, count: Count) -> npt.NDArray[np.uint64]:
-    """The checksums of a shard's samples, uint64; writes the shard unless it is there.
+    """Write a shard unless it exists; returns the checksums of its samples, uint64.
 
-    Checksums and shard appear whole or not at all, the shard last.
+    The checksum file and the shard are each complete or absent, and the shard appears last.
     """
     if (there := size_of(path)) is not None:
         if there != shard.size or size_of(_checks(path)) != 8 * len(shard.samples):
@@ -270,14 +279,14 @@ def write_shard(folder: Path, path: Path, shard: Shard, count: Count) -> npt.NDA
             for i, sample in enumerate(shard.samples):
                 checks[i] = _write_sample(folder, sample, out)
                 count(sample.size())
-            out.write(END)
+            out.write(TAR_END)
             out.flush()
             os.fsync(out.fileno())
         written = path.with_suffix(".check.part")
         checks.tofile(written)
         written.replace(_checks(path))
         part.replace(path)
-    except OSError as cause:  # those of reading are DataErrors by now
+    except OSError as cause:  # errors of reading are DataErrors by now
         raise DataError(
             f"{part} cannot be written: {cause.strerror or cause}; make room, then give the same command again:"
             " whole shards are kept."
@@ -293,7 +302,7 @@ def _write_sample(folder: Path, sample: Sample, out: BinaryIO) -> int:
         out.write(header(name, size))
         checks.append(_copy(folder / file.path, size, out))
     if sample.label >= 0:
-        out.write(header(*named[-1]) + str(sample.label).encode().ljust(BLOCK, b"\0"))
+        out.write(header(*named[-1]) + str(sample.label).encode().ljust(TAR_BLOCK_BYTES, b"\0"))
     return checks[0]
 
 
@@ -315,7 +324,7 @@ def _copy(path: Path, size: int, out: BinaryIO) -> int:
 def _chunks(path: Path) -> Iterator[bytes]:
     try:
         with path.open("rb", buffering=0) as file:
-            while chunk := file.read(CHUNK):
+            while chunk := file.read(CHUNK_BYTES):
                 yield chunk
     except OSError as cause:
         raise unreadable(path, cause) from cause
@@ -326,20 +335,20 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 @contextmanager
 def _begin(out: Path, packing: Packing) -> Generator[None]:
-    """Say in `out` what is being packed, or see that it is this; meanwhile no other pack works there."""
+    """Record in `out` what is being packed, or check that it is the same; no other pack may write there meanwhile."""
     said = {"format": FORMAT, **asdict(packing.settings), "fingerprint": packing.fingerprint()}
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if not (out / PLAN).exists():
-            part = out / f"{PLAN}.part"
+        if not (out / PLAN_FILE).exists():
+            part = out / f"{PLAN_FILE}.part"
             foreign = sorted(set(os.listdir(out)) - {part.name})
             if foreign:
                 raise StateError(
                     f"{out} holds files that pack did not write ({foreign[0]} for one); choose an empty folder."
                 )
             part.write_text(json.dumps(said, indent=1) + "\n")
-            part.replace(out / PLAN)
-        opened = (out / PLAN).open("r+")
+            part.replace(out / PLAN_FILE)
+        opened = (out / PLAN_FILE).open("r+")
     except OSError as cause:
         raise DataError(f"{out} cannot be written to: {cause.strerror}; choose another folder.") from cause
     with opened:
@@ -356,7 +365,9 @@ def _agree(out: Path, text: str, said: dict[str, Any]) -> None:
         found = json.loads(text)
         before = {name: found[name] for name in said}
     except (ValueError, KeyError, TypeError) as cause:
-        raise StateError(f"{out / PLAN} is damaged; remove {out} and pack again, or choose another folder.") from cause
+        raise StateError(
+            f"{out / PLAN_FILE} is damaged; remove {out} and pack again, or choose another folder."
+        ) from cause
     for name, value in said.items():
         if before[name] != value:
             files = name == "fingerprint"
@@ -382,5 +393,5 @@ def _shard_name(number: int) -> str:
 
 
 def _checks(shard: Path) -> Path:
-    """Checksums of a shard's samples, kept until there is an index."""
+    """File with the checksums of a shard's samples, kept until the index is written."""
     return shard.with_suffix(".check")

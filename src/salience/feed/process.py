@@ -8,15 +8,14 @@ import os
 import signal
 import threading
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
 from salience.errors import SalienceError
 from salience.feed import apart
 from salience.feed.feeder import LAST_WRITES, Feeder, Limits, Window
-from salience.feed.policies import Policy, policy
-from salience.feed.reads import Reader
+from salience.feed.policy import OpenPolicy, Policy, open_policy
 from salience.feed.shared import Shared
 from salience.feed.source import Source
 from salience.feed.tiers import open_tiers
@@ -28,7 +27,7 @@ class Job:
 
     shared: Shared
     source: Source
-    policy: str
+    policy: str | OpenPolicy
     budget: int
     limits: Limits
     workers: int
@@ -36,7 +35,7 @@ class Job:
     redis: str | None
 
     def open_policy(self) -> Policy:
-        return policy(self.policy, self.budget, self.source.sizes)
+        return open_policy(self.policy, self.budget, self.source.sizes)
 
 
 class Process:
@@ -96,11 +95,7 @@ def _serve(job: Job, inbox: Any, theirs: Any = None, parent: int | None = None) 
 
     source = job.source
     try:
-        terms = source.reader.terms
-        # Bytes are what is scarce here: holes are read over only where they are as small as the headers of a tar.
-        terms = replace(terms, concurrency=terms.concurrency * max(1, job.workers), gap=min(terms.gap, 4096))
-        reader = Reader(source.reader.store, source.index, terms)
-        reader.threads = True
+        reader = source.reader.for_feeder(job.workers)
         tiers = open_tiers(job.disk, job.redis, source.index, source.url, warn)
         feeder = Feeder(job.shared, reader, job.open_policy, tiers, job.limits, job.budget)
         if parent is not None:

@@ -1,4 +1,4 @@
-"""Reading samples from a store: neighbours in one request, failed requests repeated, slow ones doubled, bytes checked."""
+"""Reading samples from a store: neighbours in one request, slow requests doubled, and bytes checked."""
 
 from __future__ import annotations
 
@@ -8,60 +8,63 @@ import statistics
 import threading
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from salience.errors import MissingExtra, StoreError
 from salience.feed import apart
 from salience.feed.index import Index
-from salience.feed.terms import Terms, backoff, coalesce, patience, should_hedge
+from salience.feed.ranges import coalesce
+from salience.feed.retry import RetryPolicy, hedge_delay, may_hedge
 
 if TYPE_CHECKING:
     from salience.feed.stores import Store
 
-T = TypeVar("T")
-
 MISSING = "it is not there"
-_MEASURED = 128
-"""Requests the running median is over; hedging starts at a sixteenth of them."""
+MEASURED_REQUESTS = 128
+"""Requests that the running median covers."""
+MIN_REQUESTS_TO_HEDGE = 8
+"""Requests measured before one can be called slow."""
 
 
 class ReadFailed(Exception):
-    """One request failed. `again`: another may do better. `broken`: the object is at fault, not the way to it."""
+    """A request failed, with all its repetitions. `broken`: the object is at fault, not the way to it."""
 
-    def __init__(self, reason: str, *, again: bool, broken: bool = False) -> None:
+    def __init__(self, reason: str, *, broken: bool = False) -> None:
         super().__init__(reason)
-        self.reason, self.again, self.broken = reason, again, broken
+        self.reason, self.broken = reason, broken
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A sample that cannot be read, and why."""
+    """A sample that cannot be read, with the reason."""
 
     reason: str
 
 
 @dataclass(slots=True)
 class Counts:
-    """What was asked of a store and what it sent."""
+    """Requests to a store and the bytes it sent."""
 
     samples: int = 0
     """Samples that were asked for."""
     bytes_used: int = 0
-    """Bytes of the samples that were handed on."""
+    """Bytes of samples that were handed on."""
     bytes_sent: int = 0
     """Bytes of all whole answers: gaps between samples, doubled requests and wrong bytes included."""
     requests: int = 0
-    """Requests, repeated and doubled ones included."""
+    """Requests, doubled ones and those for wrong bytes included; what obstore repeats by itself is not counted."""
     retried: int = 0
+    """Samples that were asked for again because their bytes were wrong."""
     hedged: int = 0
     """Second requests sent because the first was slow."""
 
     @property
     def bytes_wasted(self) -> int:
+        """Bytes sent that no sample needed."""
         return self.bytes_sent - self.bytes_used
 
     def add(self, other: Counts) -> None:
@@ -69,31 +72,9 @@ class Counts:
             setattr(self, name, getattr(self, name) + value)
 
 
-async def retried(
-    ask: Callable[[], Awaitable[T]], terms: Terms, seed: str, again: Callable[[], None] = lambda: None
-) -> T:
-    """Ask until there is an answer, an error that repeating does not mend, or attempts or the deadline are used up."""
-    clock = asyncio.get_running_loop().time
-    end = clock() + terms.deadline
-    attempt = 0
-    while True:
-        try:
-            return await asyncio.wait_for(ask(), min(terms.deadline / 2, end - clock()))
-        except TimeoutError:
-            failed = ReadFailed("it took too long", again=True)
-        except ReadFailed as error:
-            failed = error
-        pause = backoff(attempt, seed, terms)
-        if not failed.again or attempt >= terms.retries or clock() + pause >= end:
-            raise failed
-        await asyncio.sleep(pause)
-        attempt += 1
-        again()
-
-
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Bytes of one object, and the samples in them."""
+    """A range of bytes of one object, and the samples in it."""
 
     path: str
     start: int
@@ -102,48 +83,70 @@ class _Span:
 
 
 class _Live:
-    """What reads share in one process: the event loop in its thread, free slots, and how long requests take."""
+    """State that all reads of a process share: the event loop, free slots, and how long requests take."""
 
     def __init__(self, concurrency: int) -> None:
         self.loop = asyncio.new_event_loop()
         self.slots = asyncio.Semaphore(concurrency)
-        self.seconds: deque[tuple[float, int]] = deque(maxlen=_MEASURED)
-        """Seconds and bytes of the last requests."""
+        self.seconds: deque[tuple[float, int]] = deque(maxlen=MEASURED_REQUESTS)
+        """Duration in seconds and bytes of the last requests."""
         self.sent = self.hedged = 0
         threading.Thread(target=_run, args=(self.loop,), name="salience-reads", daemon=True).start()
         weakref.finalize(self, _stop, self.loop, os.getpid())
 
-    def limit(self, size: int, terms: Terms) -> float | None:
-        """Seconds after which a request for `size` bytes is slow; None as long as too little is known."""
-        if len(self.seconds) < _MEASURED // 16:
+    def slow_after(self, size: int, policy: RetryPolicy) -> float | None:
+        """Seconds after which a request for `size` bytes is slow; None as long as too few were measured."""
+        if len(self.seconds) < MIN_REQUESTS_TO_HEDGE:
             return None
         seconds, sizes = zip(*self.seconds, strict=True)
-        return patience(size, statistics.median(seconds), statistics.median(sizes), terms)
+        return hedge_delay(size, statistics.median(seconds), statistics.median(sizes), policy)
 
 
 class Reader:
     """Reads samples of an index from a store: `read(ids)` from any thread, after a fork, and in spawned workers.
 
-    Requests run on an event loop in a thread of its own, made in each process when it first reads.
+    Requests run on an event loop in a thread of its own, made in each process when it first reads. At most `concurrency`
+    are under way at a time. Samples of a shard with at most `gap` bytes between them come with one request of at most
+    `longest` bytes. With `threads`, local files are read in threads.
     """
 
-    def __init__(self, store: Store, index: Index, terms: Terms | None = None) -> None:
-        self.store, self.index, self.terms = store, index, terms or Terms()
+    def __init__(
+        self,
+        store: Store,
+        index: Index,
+        retry: RetryPolicy | None = None,
+        *,
+        concurrency: int = 32,
+        gap: int = 64 * 1024,
+        longest: int = 8 * 1024 * 1024,
+        threads: bool = False,
+    ) -> None:
+        self.store, self.index, self.retry = store, index, retry or RetryPolicy()
+        self.concurrency, self.gap, self.longest, self.threads = concurrency, gap, longest, threads
         self.counts = Counts()
-        self.threads = False
-        """Whether local files are read in threads, several at a time."""
         self._checks = _checksum() if len(index) and bool(index.check.any()) else None
         self._live: dict[int, _Live] = {}  # by process
         self._apart: apart.Apart[Sequence[int], tuple[list[bytes | Broken], Counts]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"store": self.store, "index": self.index, "terms": self.terms}
+        names = ("store", "index", "retry", "concurrency", "gap", "longest", "threads")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
 
+    def for_feeder(self, workers: int) -> Reader:
+        """A reader for the one process that reads for `workers` others.
+
+        Bytes are what is scarce there: it reads over holes only where they are as small as the headers of a tar.
+        """
+        return Reader(
+            self.store, self.index, self.retry, concurrency=self.concurrency * max(1, workers),
+            gap=min(self.gap, 4096), longest=self.longest, threads=True,
+        )  # fmt: skip
+
     def read(self, ids: Sequence[int]) -> list[bytes | Broken]:
-        """The bytes of each sample, or what is wrong with it; StoreError where the store cannot be reached."""
+        """The bytes of each sample, or a Broken; StoreError if the store cannot be reached."""
         wrong = [i for i in ids if not 0 <= i < len(self.index)]
         if wrong:
             raise IndexError(f"sample {wrong[0]} of {len(self.index)}")
@@ -172,7 +175,7 @@ class Reader:
         return [found[i] for i in ids]
 
     async def stream(self, ids: Sequence[int], got: Callable[[int, bytes | Broken], None]) -> None:
-        """Read samples and hand each on as it comes, from inside `loop`; local files are read in threads."""
+        """Read samples and hand each to `got` as it comes. To be awaited inside `loop`."""
 
         async def one(span: _Span) -> None:
             for i, data in (await self._read_span(span)).items():
@@ -193,16 +196,16 @@ class Reader:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """Where reads run in this process."""
+        """The event loop on which reads run in this process."""
         return self._here.loop
 
     def latency(self) -> float:
-        """Seconds of the quickest tenth of the last requests: an answer that did not have to queue."""
+        """Seconds that an answer takes when it does not have to queue: the quickest tenth of the last requests."""
         seconds = [taken for taken, _ in self._here.seconds]
         return statistics.quantiles(seconds, n=10)[0] if len(seconds) > 1 else 0.0
 
     def take_counts(self) -> Counts:
-        """What was counted in this process since the last call."""
+        """Counts of this process since the last call."""
         taken, self.counts = self.counts, Counts()
         return taken
 
@@ -211,7 +214,7 @@ class Reader:
         process = os.getpid()
         if process not in self._live:
             self.counts = Counts()
-            self._live.setdefault(process, _Live(self.terms.concurrency))  # of two threads, one is first
+            self._live.setdefault(process, _Live(self.concurrency))  # of two threads, one is first
         return self._live[process]
 
     async def _read(self, ids: list[int]) -> dict[int, bytes | Broken]:
@@ -233,7 +236,7 @@ class Reader:
         return found
 
     def _spans(self, ids: list[int]) -> list[_Span]:
-        """Requests for these samples; one without bytes needs none."""
+        """The requests that bring these samples; an empty sample needs none."""
         index, chosen = self.index, np.array(ids, dtype=np.int64)
         chosen = chosen[index.size[chosen] > 0]
         alone = chosen[index.shard[chosen] < 0]
@@ -243,7 +246,7 @@ class Reader:
             inside = inside[np.argsort(index.offset[inside], kind="stable")]
             starts: list[int] = index.offset[inside].tolist()
             stops: list[int] = (index.offset[inside] + index.size[inside]).tolist()
-            for run in coalesce(starts, stops, gap=self.terms.gap, longest=self.terms.longest):
+            for run in coalesce(starts, stops, gap=self.gap, longest=self.longest):
                 spans.append(
                     _Span(index.shards[shard], starts[run.start], max(stops[run]), tuple(inside[run].tolist()))
                 )
@@ -263,7 +266,7 @@ class Reader:
         return found
 
     async def _once_more(self, span: _Span, i: int) -> bytes | Broken:
-        """Wrong bytes may have gone wrong on the way: ask for this sample alone."""
+        """Ask again for one sample whose bytes are wrong: they may have been damaged on the way."""
         self.counts.retried += 1
         data = await self._fetch(self._alone(span, i))
         if isinstance(data, Broken) or self._right(i, data):
@@ -279,32 +282,32 @@ class Reader:
         return not check or self._checks is None or self._checks(data) == check
 
     async def _fetch(self, span: _Span) -> bytes | Broken:
-        def again() -> None:
-            self.counts.retried += 1
-
+        """One answer, or what is wrong with the object; StoreError where the store does not answer by the deadline."""
         try:
             if not self.store.far:
                 return await self._request(span)
-            async with self._here.slots:
-                return await retried(lambda: self._patiently(span), self.terms, f"{span.path}:{span.start}", again)
+            async with self._here.slots, asyncio.timeout(self.retry.deadline):
+                return await self._hedged(span)
         except ReadFailed as failed:
             if failed.broken:
                 return Broken(failed.reason)
-            raise StoreError(
-                f"{span.path!r} in {self.store.url} cannot be read: {failed.reason}. "
-                "Nothing is wrong with the run: go on from its last checkpoint when the store answers."
-            ) from None
+            reason = failed.reason
+        except TimeoutError:
+            reason = "it took too long"
+        raise StoreError(
+            f"{span.path!r} in {self.store.url} cannot be read: {reason}. "
+            "Nothing is wrong with the run: go on from its last checkpoint when the store answers."
+        )
 
-    async def _patiently(self, span: _Span) -> bytes:
-        """One request, and a second one beside it when it is slow; the first answer wins and the other is cancelled."""
+    async def _hedged(self, span: _Span) -> bytes:
+        """One request, and a second one if it is slow; the first answer wins and the other request is cancelled."""
         tasks = [asyncio.ensure_future(self._request(span))]
         try:
             here = self._here
-            limit = here.limit(span.stop - span.start, self.terms)
-            if limit is not None:
-                done, _ = await asyncio.wait(tasks, timeout=limit)
-                share = self.terms.hedge_share
-                if not done and should_hedge(limit, limit, hedged=here.hedged, requests=here.sent, share=share):
+            slow_after = here.slow_after(span.stop - span.start, self.retry)
+            if slow_after is not None:
+                done, _ = await asyncio.wait(tasks, timeout=slow_after)
+                if not done and may_hedge(here.hedged, here.sent, self.retry):
                     here.hedged += 1
                     self.counts.hedged += 1
                     tasks.append(asyncio.ensure_future(self._request(span)))
@@ -328,7 +331,7 @@ class Reader:
         data = await (asyncio.to_thread(asyncio.run, ask) if self.threads and not self.store.far else ask)
         self.counts.bytes_sent += len(data)
         if len(data) != span.stop - span.start:
-            raise ReadFailed(f"it is cut off: {len(data)} bytes of {span.stop - span.start}", again=True, broken=True)
+            raise ReadFailed(f"it is cut off: {len(data)} bytes of {span.stop - span.start}", broken=True)
         self._here.seconds.append((clock() - begin, len(data)))
         return data
 

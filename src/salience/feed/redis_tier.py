@@ -1,4 +1,4 @@
-"""The Redis tier: a server, or one of Valkey, in whose memory several nodes share what each has read."""
+"""The Redis tier: a Redis or Valkey server in whose memory several nodes share the samples they have read."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import numpy as np
 import numpy.typing as npt
 
 from salience.errors import ConfigError, MissingExtra, did_you_mean
-from salience.feed.tiers import SEAL, Tally, TierCounts, Warn, fits, seal
+from salience.feed.tiers import SEAL_BYTES, Tally, TierCounts, Warn, fits, seal
 
 SCHEMES = ("redis", "rediss")
 PASSWORDS = ("SALIENCE_REDIS_PASSWORD", "REDIS_PASSWORD")
-"""Where the password comes from when the URL has none, the first that is set."""
-LARGEST = 512 * 1024 * 1024
-"""Bytes of one value; what Redis takes by default."""
-AT_ONCE, KEYS_AT_ONCE = 8 * 1024 * 1024, 256
-"""Bytes and keys of one question."""
+"""Environment variables that may hold the password if the URL has none; the first that is set is used."""
+MAX_VALUE_BYTES = 512 * 1024 * 1024
+"""The largest value that Redis takes by default."""
+REQUEST_BYTES, REQUEST_KEYS = 8 * 1024 * 1024, 256
+"""The most bytes and keys of one request."""
 _EXAMPLE = "write for example redis://host:6379/0, or rediss:// for TLS"
 
 
 def open_redis(url: str, source: str, sizes: npt.NDArray[np.int64], warn: Warn) -> RedisTier:
-    """The tier at `url`; a server that refuses the password or cannot be trusted is an error, one that is away is not.
+    """The tier at `url`. A server that refuses the password or cannot be trusted is an error; one that is away is not.
 
-    `source` is the source's identity. No message holds anything of the URL but host, port and number of the database.
+    `source` is the identity of the source. Messages contain only the host, port and database number of the URL.
     """
     check_redis_url(url)
     tier = RedisTier(url, source, sizes, warn)
@@ -43,8 +43,8 @@ def check_redis_url(url: str) -> None:
         raise ConfigError(f"redis is no URL of a Redis server; {_EXAMPLE}.{known}")
 
 
-def parts(sizes: Sequence[int], *, most: int = AT_ONCE, keys: int = KEYS_AT_ONCE) -> list[slice]:
-    """Runs of values for one question each: at most `keys` of them, at most `most` bytes unless it is a single one."""
+def parts(sizes: Sequence[int], *, most: int = REQUEST_BYTES, keys: int = REQUEST_KEYS) -> list[slice]:
+    """Slices of values for one request each: at most `keys` values, and at most `most` bytes unless it is a single value."""
     runs: list[slice] = []
     first = total = 0
     for k, size in enumerate(sizes):
@@ -56,14 +56,14 @@ def parts(sizes: Sequence[int], *, most: int = AT_ONCE, keys: int = KEYS_AT_ONCE
 
 
 class Pause:
-    """After a failure nobody asks for `seconds`, then one thread does; the others when it had an answer."""
+    """A circuit breaker: after a failure nobody asks for `seconds`, then one thread tries, and the others once it succeeds."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._until = seconds, 0.0
         self._lock = threading.Lock()
 
     def over(self) -> bool:
-        """Whether to ask."""
+        """True if this thread may ask."""
         with self._lock:
             now = time.monotonic()
             if self._until and now < self._until:
@@ -73,19 +73,21 @@ class Pause:
             return True
 
     def begin(self) -> None:
+        """A request failed."""
         with self._lock:
             self._until = time.monotonic() + self._seconds
 
     def end(self) -> None:
+        """A request succeeded."""
         with self._lock:
             self._until = 0.0
 
 
 class RedisTier:
-    """Samples under the keys salience:<source>:<id>, each behind its seal; what goes when memory is full, the server decides.
+    """Samples under the keys salience:<source>:<id>, each behind its checksum; the server decides what it evicts.
 
-    A server that is lost, or slower than `timeout` seconds, is left alone for `pause` seconds and then asked again; one
-    that is out of memory is still read from. Keys have no expiry and stay after the run.
+    A server that is gone, or slower than `timeout` seconds, is left alone for `pause` seconds and then asked again. One that
+    is out of memory is still read from. Keys have no expiry and stay after the run.
     """
 
     name = "redis"
@@ -125,7 +127,7 @@ class RedisTier:
             raise ConfigError(
                 f"The Redis at {self._place} refuses to be used; see that it has this database and lets this machine in."
             ) from None
-        except (TypeError, ValueError):  # of the connection, which takes the options of the URL as they are
+        except (TypeError, ValueError):  # the connection takes the options of the URL as they are
             raise ConfigError("The URL of redis has an option that the redis package does not know.") from None
         except (exceptions.RedisError, OSError) as error:
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
@@ -149,14 +151,14 @@ class RedisTier:
                 for i, value in zip(ids[part], values, strict=True):
                     if value is None:
                         continue
-                    data = value[SEAL:]
-                    right = fits(value[:SEAL], data)
+                    data = value[SEAL_BYTES:]
+                    right = fits(value[:SEAL_BYTES], data)
                     if right:
                         found[i] = data
                     elif right is False:
                         bad.append(i)
                 self._away.end()
-            if bad:  # or the right bytes would never be taken
+            if bad:  # or the right bytes would never be stored
                 self._client.delete(*map(self._key, bad))
         except (exceptions.RedisError, OSError) as error:
             self._lost(error)
@@ -167,7 +169,7 @@ class RedisTier:
         from redis import exceptions
 
         writes = written = there = 0
-        allowed = [(i, data) for i, data in found.items() if len(data) + SEAL <= LARGEST]
+        allowed = [(i, data) for i, data in found.items() if len(data) + SEAL_BYTES <= MAX_VALUE_BYTES]
         try:
             for part in parts([len(data) for _, data in allowed]):
                 if not (self._full.over() and self._away.over()):
@@ -213,7 +215,7 @@ class RedisTier:
         )
 
     def _say(self, what: str, text: str) -> None:
-        """Once in a run, however often it happens."""
+        """Warn once per run, however often it happens."""
         with self._lock:
             new = what not in self._said
             self._said.add(what)
@@ -222,7 +224,7 @@ class RedisTier:
 
 
 def _client(url: str, timeout: float) -> tuple[Any, str]:
-    """The client and the place it asks, which is safe to show; no connection is made."""
+    """The client, and its address in a form that is safe to show; no connection is made."""
     try:
         import redis
         from redis.backoff import NoBackoff
@@ -234,11 +236,11 @@ def _client(url: str, timeout: float) -> tuple[Any, str]:
     try:
         client: Any = redis.Redis.from_url(
             url,
-            password=password,  # that of the URL goes before it
+            password=password,  # a password in the URL takes precedence
             protocol=2,
             socket_timeout=timeout,
             socket_connect_timeout=timeout,
-            retry=Retry(NoBackoff(), 0),  # when to ask again, Pause says
+            retry=Retry(NoBackoff(), 0),  # Pause decides when to ask again
             **options,
         )
     except ValueError:
@@ -253,7 +255,7 @@ def _client(url: str, timeout: float) -> tuple[Any, str]:
 
 
 def _reason(error: Exception, timeout: float) -> str:
-    """In our words: what a server says is not passed on."""
+    """The reason in our words; the server's own text is not passed on."""
     from redis import exceptions
 
     if isinstance(error, exceptions.TimeoutError):

@@ -25,7 +25,7 @@ KEPT = 4
 COUNTERS = (
     "samples", "bytes",  # delivered by the plan
     "hits", "hit_bytes",  # of them, resident when their turn came
-    "lru_bytes", "never_evict_bytes", "bound_bytes",  # what the store would have sent with another cache, and at least
+    "bound_bytes",  # what any cache of this size would have had to fetch
     "fetched_samples", "bytes_used", "bytes_sent", "requests", "retried", "hedged",  # what was asked of the store
     "disk_hits", "disk_bytes", "redis_hits", "redis_bytes",
     "horizon", "resident_bytes", "squeezed",  # bytes read ahead at most, bytes kept, samples dropped for want of room

@@ -27,7 +27,7 @@ def parse_bytes(size: str | int) -> int:
 
 
 def memory_bytes() -> int | None:
-    """Bytes of memory of this machine or container; None where it cannot be told."""
+    """Bytes of memory of this machine or container; None if unknown."""
     if sys.platform != "linux":
         return None
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
@@ -35,3 +35,12 @@ def memory_bytes() -> int | None:
         with contextlib.suppress(OSError, ValueError):
             found.append(int(Path(path).read_text()))
     return min(found)
+
+
+def size(count: float) -> str:
+    """A number of bytes as people read it."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

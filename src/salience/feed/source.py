@@ -11,22 +11,26 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from salience.errors import DataError
+from salience.errors import ConfigError, DataError
 from salience.feed.index import FILE, Index, Names, check_path, classes_of
 from salience.feed.options import Decode, ReadingOptions, reading_options
-from salience.feed.reads import Broken, Counts, Reader, Terms
+from salience.feed.policy import OpenPolicy
+from salience.feed.reads import Broken, Counts, Reader
+from salience.feed.retry import RetryPolicy
 from salience.feed.stores import LocalStore, Store, open_store
 from salience.feed.tars import index_tars
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Layout:
-    """Where samples lie, for plans that read neighbours together."""
+    """Where the bytes of samples lie, for plans that read neighbours together."""
 
     shard: npt.NDArray[np.int32]
     """int32 [N]; -1 where the sample is an object of its own."""
     offset: npt.NDArray[np.int64]
+    """First byte of each sample in its shard, int64 [N]."""
     size: npt.NDArray[np.int64]
+    """Bytes of each sample, int64 [N]."""
 
 
 class Source:
@@ -59,14 +63,16 @@ class Source:
         redis: str | None = None,
         max_broken: float = 0.01,
         views: bool = False,
-        cache_policy: str = "planned",
+        cache_policy: str | OpenPolicy = "planned",
         index: Index | str | os.PathLike[str] | None = None,
         retries: int = 8,
         deadline: float = 60.0,
         concurrency: int = 32,
     ) -> None:
-        terms = Terms(retries=retries, deadline=deadline, concurrency=concurrency)
-        store, only = _opened(os.fspath(url))
+        if concurrency < 1:
+            raise ConfigError(f"concurrency is {concurrency}; it must be at least 1.")
+        retry = RetryPolicy(retries=retries, deadline=deadline)
+        store, only = _opened(os.fspath(url), retry)
         self.url = store.url if only is None else f"{store.url}/{only}"
         self.index = _find_index(store, only, index)
         self.reading: ReadingOptions = reading_options(
@@ -76,9 +82,9 @@ class Source:
         """How its samples are decoded, cached and counted as broken."""
         _check_unchanged(store, self.index)
         self.stats = Counts()
-        """What was asked of the store and what it sent, as far as batches were delivered."""
-        self.reader = Reader(store, self.index, terms)
-        """Asks the store."""
+        """Requests to the store and bytes it sent, for the batches delivered so far."""
+        self.reader = Reader(store, self.index, retry, concurrency=concurrency)
+        """Sends the requests."""
 
     def __len__(self) -> int:
         return len(self.index)
@@ -88,16 +94,17 @@ class Source:
 
     @property
     def labels(self) -> npt.NDArray[np.int32]:
-        """int32 [N], index into `classes`; -1 where not known."""
+        """Class of each sample as an index into `classes`, int32 [N]; -1 where not known."""
         return self.index.label
 
     @property
     def classes(self) -> tuple[str, ...]:
+        """Names of the classes; empty where they are not known."""
         return self.index.classes
 
     @property
     def names(self) -> Names:
-        """The sample's name in its shard, or its path."""
+        """The name of each sample in its shard, or its path."""
         return self.index.names
 
     @property
@@ -107,6 +114,7 @@ class Source:
 
     @property
     def layout(self) -> Layout:
+        """Shard, offset and size of every sample."""
         return Layout(shard=self.index.shard, offset=self.index.offset, size=self.index.size)
 
     def read(self, ids: Sequence[int]) -> list[bytes | Broken]:
@@ -116,17 +124,17 @@ class Source:
         return data
 
     def read_counted(self, ids: Sequence[int]) -> tuple[list[bytes | Broken], Counts]:
-        """For workers, whose counts travel with the batch."""
+        """The same with its counts, for workers whose counts travel with the batch."""
         data = self.reader.read(ids)
         return data, self.reader.take_counts()
 
 
-def _opened(url: str) -> tuple[Store, str | None]:
-    """The store, and the one tar in it where `url` names a tar."""
+def _opened(url: str, retry: RetryPolicy) -> tuple[Store, str | None]:
+    """The store, and the name of the tar if `url` names one."""
     if not url.endswith(".tar"):
-        return open_store(url), None
+        return open_store(url, retry), None
     folder, _, name = url.rpartition("/")
-    return open_store(folder or ("/" if url.startswith("/") else ".")), name
+    return open_store(folder or ("/" if url.startswith("/") else "."), retry), name
 
 
 def _find_index(store: Store, only: str | None, given: Index | str | os.PathLike[str] | None) -> Index:
@@ -154,7 +162,7 @@ def _find_index(store: Store, only: str | None, given: Index | str | os.PathLike
 
 
 def _of_objects(listed: Sequence[tuple[str, int]], url: str) -> Index:
-    """An index in which every object is a sample, and the first directory below the source its class."""
+    """An index in which every object is a sample and the first folder below the source is its class."""
     paths = [check_path(path, url) for path, _ in listed]
     classes, label = classes_of(paths)
     n = len(paths)
@@ -166,7 +174,7 @@ def _of_objects(listed: Sequence[tuple[str, int]], url: str) -> Index:
 
 
 def _index_of_tar(store: Store, name: str) -> Index:
-    """Of a local tar, made by reading its headers."""
+    """The index of a local tar, made by reading its headers."""
     if store.sizes([name]) == [None]:
         raise DataError(f"There is no {name!r} at {store.url}; check the spelling.")
     if isinstance(store, LocalStore):

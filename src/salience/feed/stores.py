@@ -1,7 +1,7 @@
-"""Where samples lie: local folders, and object stores through `obstore`.
+"""Stores of samples: local folders, and object stores through `obstore`.
 
-A store is opened by its URL, holds no connection until it is asked and may be pickled. What an object store says in its
-errors may hold signed URLs or account names, so it is read to tell errors apart and never passed on.
+A store is opened by its URL, makes no connection before the first question, and can be pickled. The errors of an object store
+may contain signed URLs or account names: they are used to tell errors apart and never passed on.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import importlib.util
 import os
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -19,7 +21,8 @@ from urllib.parse import unquote, urlsplit
 from salience.errors import ConfigError, DataError, MissingExtra, SalienceError, StoreError, did_you_mean
 from salience.feed import apart
 from salience.feed.index import check_path
-from salience.feed.reads import MISSING, ReadFailed, Terms, retried
+from salience.feed.reads import MISSING, ReadFailed
+from salience.feed.retry import RetryPolicy
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -27,30 +30,28 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SCHEMES = ("s3", "gs", "az", "https", "http", "file")
-_CREDENTIALS = {
+CREDENTIAL_HINTS = {
     "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION, or AWS_SKIP_SIGNATURE=true if it is public",
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS to the key file, or GOOGLE_SKIP_SIGNATURE=true if it is public",
     "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or AZURE_SKIP_SIGNATURE=true if it is public",
 }
-_NO_CREDENTIALS = re.compile(r"metadata|/latest/api/token|token request|must be specified|credential", re.I)
-_STATUS = re.compile(r"status code: (\d{3})")
-_AT_ONCE = 32
+CREDENTIAL_ERRORS = re.compile(r"metadata|/latest/api/token|token request|must be specified|credential", re.I)
+NO_CREDENTIALS = "no credentials were found"
+STATUS_CODE = re.compile(r"status code: (\d{3})")
+CONCURRENT_HEADS = 32
 """Sizes asked for at the same time."""
-
-_POLICY = Terms()
-"""Of questions about objects; reads have that of their Source."""
 
 
 class Store(Protocol):
     """Objects by path below one URL."""
 
     url: str
-    """Safe to show."""
+    """Where it is; safe to show."""
     far: bool
-    """Whether a network lies between, on which answers get lost."""
+    """True if it is reached over a network, where answers get lost."""
 
     def sizes(self, paths: Sequence[str]) -> list[int | None]:
-        """Bytes of each object; None where there is none."""
+        """Bytes of each object; None for one that does not exist."""
         ...
 
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
@@ -58,16 +59,16 @@ class Store(Protocol):
         ...
 
     def get(self, path: str) -> bytes | None:
-        """A whole object; None where there is none."""
+        """A whole object; None if it does not exist."""
         ...
 
     async def get_range(self, path: str, start: int, stop: int) -> bytes:
-        """Bytes from `start` up to `stop`, or ReadFailed."""
+        """Bytes from `start` up to `stop`; raises ReadFailed."""
         ...
 
 
-def open_store(url: str | os.PathLike[str]) -> Store:
-    """The store that `url` names; nothing is asked of it yet."""
+def open_store(url: str | os.PathLike[str], retry: RetryPolicy | None = None) -> Store:
+    """The store at `url`; no request is made yet."""
     text = os.fspath(url)
     if "://" not in text:
         return LocalStore(text)
@@ -84,11 +85,11 @@ def open_store(url: str | os.PathLike[str]) -> Store:
         return LocalStore(unquote(parts.path))
     if not parts.netloc:
         raise ConfigError(f"{shown(text)!r} names no {'host' if scheme.startswith('http') else 'bucket'}.")
-    return RemoteStore(text.rstrip("/"))
+    return RemoteStore(text.rstrip("/"), retry or RetryPolicy())
 
 
 def shown(url: str) -> str:
-    """The URL without what may be secret in it: user, password, query."""
+    """The URL without its user, password and query, which may be secret."""
     scheme, mark, rest = url.partition("://")
     if not mark:
         return url
@@ -127,35 +128,35 @@ class LocalStore:
         return file.read_bytes() if file.is_file() else None
 
     async def get_range(self, path: str, start: int, stop: int) -> bytes:
-        """Never waits, and an error of a local file is not repeated."""
+        """Reads at once; a failed read of a local file is not repeated."""
         try:
             with self._path(path).open("rb") as handle:
                 handle.seek(start)
                 return handle.read(stop - start)
         except FileNotFoundError:
-            raise ReadFailed(MISSING, again=False, broken=True) from None
+            raise ReadFailed(MISSING, broken=True) from None
         except PermissionError:
-            raise ReadFailed("access is denied", again=False) from None
+            raise ReadFailed("access is denied") from None
         except OSError as error:
-            raise ReadFailed(f"the file system says {error.strerror}", again=False) from None
+            raise ReadFailed(f"the file system says {error.strerror}") from None
 
     def _path(self, path: str) -> Path:
         return self.root / check_path(path, self.url)
 
 
 class RemoteStore:
-    """An object store or an HTTP server, through `obstore`; the retry terms is ours (`reads`), so it makes none."""
+    """An object store or an HTTP server, through `obstore`, which repeats failed requests as `retry` says."""
 
     far = True
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, url: str, retry: RetryPolicy) -> None:
+        self.url, self.retry = url, retry
         self.scheme = url.split("://", 1)[0].lower()
         self._opened: ObjectStore | None = None
         _obstore()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"url": self.url, "scheme": self.scheme, "_opened": None}
+        return {"url": self.url, "retry": self.retry, "scheme": self.scheme, "_opened": None}
 
     def sizes(self, paths: Sequence[str]) -> list[int | None]:
         return apart.once(lambda: asyncio.run(self._sizes(paths)))
@@ -174,20 +175,22 @@ class RemoteStore:
             raise self._failed(error) from None
 
     async def _sizes(self, paths: Sequence[str]) -> list[int | None]:
-        store, slots = self._store(), asyncio.Semaphore(_AT_ONCE)
+        store, slots = self._store(), asyncio.Semaphore(CONCURRENT_HEADS)
 
         async def size(path: str) -> int:
             async with slots:
                 return (await store.head_async(check_path(path, self.url)))["size"]
 
-        return await asyncio.gather(*(self._asked(functools.partial(size, path), path) for path in paths))
+        return await asyncio.gather(*(self._asked(functools.partial(size, path)) for path in paths))
 
     def _list(self, prefix: str) -> list[tuple[str, int]]:
+        web = self.scheme in ("http", "https")  # most web servers cannot list, and say so with a status above 500
+        store = self._open(replace(self.retry, retries=0)) if web else self._store()
         try:
-            metas = self._store().list(prefix or None).collect()
+            metas = store.list(prefix or None).collect()
         except Exception as error:
             failed = self._failed(error)
-            if self.scheme in ("http", "https"):
+            if web:
                 raise StoreError(
                     f"{self.url} has no {'index.npz'!r} and cannot be listed ({failed.reason}); make the index with "
                     "`salience pack` or `salience pack --index-only` and put it there, or pass index=."
@@ -196,66 +199,72 @@ class RemoteStore:
         return sorted((meta["path"], meta["size"]) for meta in metas)
 
     def _get(self, path: str) -> bytes | None:
-        async def whole() -> bytes:
-            return bytes(await (await self._store().get_async(path)).bytes_async())
+        """First without repetitions: this is the first question to a store, and missing credentials are told at once."""
 
-        return asyncio.run(self._asked(whole, path))
-
-    async def _asked(self, ask: Callable[[], Awaitable[T]], path: str) -> T | None:
-        """The answer, by the same rules as reads; None where the object is missing."""
-
-        async def once() -> T:
-            try:
-                return await ask()
-            except Exception as error:
-                raise self._failed(error) from None
+        async def whole(store: ObjectStore) -> bytes:
+            return bytes(await (await store.get_async(path)).bytes_async())
 
         try:
-            return await retried(once, _POLICY, path)
-        except ReadFailed as failed:
-            if failed.reason == MISSING:
-                return None
-            raise self._refused(failed) from None
+            return asyncio.run(self._asked(lambda: whole(self._open(replace(self.retry, retries=0)))))
+        except StoreError as error:
+            if NO_CREDENTIALS in str(error):
+                raise
+        return asyncio.run(self._asked(lambda: whole(self._store())))
+
+    async def _asked(self, ask: Callable[[], Awaitable[T]]) -> T | None:
+        """The answer; None where the object is missing."""
+        try:
+            return await asyncio.wait_for(ask(), self.retry.deadline)
+        except Exception as error:
+            failed = self._failed(error)
+        if failed.reason == MISSING:
+            return None
+        raise self._refused(failed)
 
     def _store(self) -> ObjectStore:
-        """Opened once a process, and only where that can work."""
-        apart.use(self.url)
+        """The store of this process, opened when it is first asked."""
+        apart.use(self.url)  # also where the process that this one was forked from has opened it
         if self._opened is None:
-            from obstore.store import from_url
-
-            options: Any = {"retry_config": {"max_retries": 0}}
-            if self.scheme in ("http", "https"):  # a cloud's come from its environment, and would be overridden
-                options["client_options"] = {"allow_http": self.scheme == "http", "timeout": "1h"}
-            try:
-                self._opened = from_url(self.url, **options)
-            except Exception as error:
-                raise self._refused(self._failed(error)) from None
+            self._opened = self._open(self.retry)
         return self._opened
 
+    def _open(self, retry: RetryPolicy) -> ObjectStore:
+        apart.use(self.url)
+        from obstore.store import from_url
+
+        options: Any = {"retry_config": retry.for_obstore}
+        if self.scheme in ("http", "https"):  # a cloud's come from its environment, and would be overridden
+            timeout = timedelta(seconds=retry.deadline / 2)
+            options["client_options"] = {"allow_http": self.scheme == "http", "timeout": timeout}
+        try:
+            return from_url(self.url, **options)
+        except Exception as error:
+            raise self._refused(self._failed(error)) from None
+
     def _failed(self, error: Exception) -> ReadFailed:
-        """What went wrong, in our words: nothing of the store's own text goes further than this function."""
+        """The failure in our words; the store's own text goes no further than this function."""
         if isinstance(error, SalienceError):
             raise error
         text, kind = str(error), type(error).__name__
-        status = _STATUS.search(text)
+        status = STATUS_CODE.search(text)
         code = int(status[1]) if status else 0
         if isinstance(error, FileNotFoundError):
-            return ReadFailed(MISSING, again=False, broken=True)
-        if self.scheme in _CREDENTIALS and _NO_CREDENTIALS.search(text):
-            return ReadFailed(f"no credentials were found; {_CREDENTIALS[self.scheme]}", again=False)
+            return ReadFailed(MISSING, broken=True)
+        if self.scheme in CREDENTIAL_HINTS and CREDENTIAL_ERRORS.search(text):
+            return ReadFailed(f"{NO_CREDENTIALS}; {CREDENTIAL_HINTS[self.scheme]}")
         if kind in ("PermissionDeniedError", "UnauthenticatedError") or code in (401, 403):
-            return ReadFailed("access is denied; check the credentials in the environment", again=False)
+            return ReadFailed("access is denied; check the credentials in the environment")
         if kind == "NotSupportedError":
-            return ReadFailed("the server does not answer range requests, or not this one", again=False)
-        if code == 416:
-            return ReadFailed("it ends before the sample does", again=False, broken=True)
+            return ReadFailed("the server does not answer range requests, or not this one")
+        if code == 416 or "Requested " in text:
+            return ReadFailed("it ends before the sample does", broken=True)
         if code:
-            return ReadFailed(f"the server answers with status {code}", again=code >= 500 or code in (408, 429))
+            return ReadFailed(f"the server answers with status {code}")
         if re.search(r"decoding response body|body error|IncompleteMessage|end of file", text):
-            return ReadFailed("it is cut off", again=True, broken=True)
-        if "timed out" in text or "TimedOut" in text:
-            return ReadFailed("it took too long", again=True)
-        return ReadFailed("the connection failed", again=True)
+            return ReadFailed("it is cut off", broken=True)
+        if isinstance(error, TimeoutError) or "timed out" in text or "TimedOut" in text:
+            return ReadFailed("it took too long")
+        return ReadFailed("the connection failed")
 
     def _refused(self, failed: ReadFailed) -> StoreError:
         return StoreError(f"{self.url} cannot be read: {failed.reason}.")

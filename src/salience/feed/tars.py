@@ -1,4 +1,4 @@
-"""Tars as samples: index those that others made, and read shards back to see that they are what an index says."""
+"""Index existing tars, and check that shards are what their index says."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ import numpy.typing as npt
 
 from salience.errors import ConfigError, DataError, MissingExtra
 from salience.feed import index as indices
-from salience.feed.headers import BLOCK, Member, compressed, members
+from salience.feed.headers import TAR_BLOCK_BYTES, Member, compressed, members
 from salience.feed.index import Index, Names, classes_of
 
-IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".ppm", ".tif", ".tiff")
-BESIDE = (".txt", ".json")
-"""Files that travel with the one they are called after."""
-CHUNK = 1 << 20
-JOBS = 4
-MOST_CLASSES = 1 << 20
-"""Numbers in .cls members from here on are taken for names."""
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".ppm", ".tif", ".tiff")
+SIDECAR_SUFFIXES = (".txt", ".json")
+"""Suffixes of files that belong to the data file of the same name."""
+CHUNK_BYTES = 1 << 20
+"""Bytes copied or hashed at a time."""
+DEFAULT_JOBS = 4
+"""Threads that read or write shards."""
+MAX_CLASS_NUMBER = 1 << 20
+"""Larger numbers in .cls members are taken for names."""
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all), from the calling thread."""
+"""Called with (bytes done, bytes in total), from the calling thread."""
 Count = Callable[[int], None]
-"""A task's word that so many bytes more are done."""
+"""Called by a task with the number of bytes it has just finished."""
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -42,13 +44,13 @@ class Found(NamedTuple):
     size: int
     check: int
     label: str | None
-    """What its .cls says."""
+    """Content of its .cls member; None without one."""
 
 
 def index_shards(
-    folder: str | Path, *, checksums: bool = True, jobs: int = JOBS, progress: Progress | None = None
+    folder: str | Path, *, checksums: bool = True, jobs: int = DEFAULT_JOBS, progress: Progress | None = None
 ) -> tuple[Index, int]:
-    """The index of the tar shards in `folder`, and how many entries are no samples (folders, links, hidden files)."""
+    """The index of the tar shards in `folder`, and the number of entries that are not samples (folders, links, ...)."""
     folder = Path(folder)
     if not folder.is_dir():
         raise DataError(f"There is no folder {folder}; --index-only takes a folder of .tar files.")
@@ -62,13 +64,13 @@ def index_shards(
     return _index([folder / name for name in shards], checksums, jobs, progress)
 
 
-def index_tars(paths: Sequence[Path], *, checksums: bool = False, jobs: int = JOBS) -> Index:
-    """The index of some plain tars, by their headers alone unless `checksums` are wanted."""
+def index_tars(paths: Sequence[Path], *, checksums: bool = False, jobs: int = DEFAULT_JOBS) -> Index:
+    """The index of plain tars; only their headers are read unless `checksums` is set."""
     return _index(paths, checksums, jobs, None)[0]
 
 
 def _index(paths: Sequence[Path], checksums: bool, jobs: int, progress: Progress | None) -> tuple[Index, int]:
-    sizes = [size_of(path) or 0 for path in paths]  # what is no file, scan says
+    sizes = [size_of(path) or 0 for path in paths]  # scan reports what is not a file
 
     def task(path: Path, count: Count) -> tuple[list[Found], int]:
         return scan(path, checksums, count)
@@ -95,7 +97,8 @@ def _index(paths: Sequence[Path], checksums: bool, jobs: int, progress: Progress
 
 
 def scan(shard: Path, checksums: bool, count: Count) -> tuple[list[Found], int]:
-    """The samples of one tar in one pass: neighbours with the same name up to the first dot; and what was skipped."""
+    """The samples of one tar, in one pass, and the number of entries skipped. Neighbours that share a name up to the first dot
+    are one sample."""
     found: list[Found] = []
     skipped = at = 0
     try:
@@ -116,15 +119,15 @@ def scan(shard: Path, checksums: bool, count: Count) -> tuple[list[Found], int]:
 
 
 def labels_of(said: Sequence[str | None], names: Sequence[str]) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
-    """Classes and labels by the .cls members where there are any (numbers or names), else by directory.
+    """Classes and labels from the .cls members (numbers or names) if there are any, else from the folders.
 
-    Numbers get the names of the directories where each number has one of its own, in the same order.
+    Numbers get the names of the folders if there is exactly one folder per number, in the same order.
     """
     given = {text for text in said if text is not None}
     folders, by_folder = classes_of(names)
     if not given:
         return folders, by_folder
-    numbers = all(text.isdecimal() and int(text) < MOST_CLASSES for text in given)
+    numbers = all(text.isdecimal() and int(text) < MAX_CLASS_NUMBER for text in given)
     classes = tuple(map(str, range(max(map(int, given)) + 1))) if numbers else tuple(sorted(given))
     number = {text: int(text) if numbers else k for k, text in enumerate(sorted(given))}
     label = np.array([-1 if text is None else number[text] for text in said], dtype=np.int32)
@@ -132,21 +135,21 @@ def labels_of(said: Sequence[str | None], names: Sequence[str]) -> tuple[tuple[s
 
 
 def _key(member: Member) -> str:
-    """What members of one sample have in common; empty for what is no sample."""
+    """The part of the name that members of one sample share; empty for entries that are not samples."""
     folder, slash, base = member.name.rpartition("/")
     return folder + slash + base.partition(".")[0] if member.regular and not base.startswith(".") else ""
 
 
 def _rank(member: Member) -> int:
-    """Which member is the data: the first image, else the first other one; a class alone is none."""
+    """Order of preference as the data of a sample: images, other files, sidecars; 3 for a class, which is never data."""
     suffix = suffix_of(member.name).lower()
-    return 0 if suffix in IMAGES else 2 if suffix in BESIDE else 3 if suffix == ".cls" else 1
+    return 0 if suffix in IMAGE_SUFFIXES else 2 if suffix in SIDECAR_SUFFIXES else 3 if suffix == ".cls" else 1
 
 
 def _class_in(file: BinaryIO, several: Sequence[Member], shard: Path) -> str | None:
     for member in several:
         if member.name.endswith(".cls"):
-            if member.size > BLOCK:
+            if member.size > TAR_BLOCK_BYTES:
                 raise DataError(f"{shard}: {member.name} has {member.size:,} bytes; a class is a number or a name.")
             file.seek(member.offset)
             return file.read(member.size).decode("utf-8", "replace").strip()
@@ -156,7 +159,7 @@ def _class_in(file: BinaryIO, several: Sequence[Member], shard: Path) -> str | N
 def _checksum(file: BinaryIO, member: Member) -> int:
     check, left = hasher()(), member.size
     file.seek(member.offset)
-    while left and (chunk := file.read(min(left, CHUNK))):
+    while left and (chunk := file.read(min(left, CHUNK_BYTES))):
         check.update(chunk)
         left -= len(chunk)
     return check.intdigest()
@@ -165,8 +168,8 @@ def _checksum(file: BinaryIO, member: Member) -> int:
 # ---------------------------------------------------------------- checking
 
 
-def check(out: str | Path, *, jobs: int = JOBS, progress: Progress | None = None) -> tuple[Index, list[str]]:
-    """Read all shards back: the index, and one sentence for each shard that is not what the index says."""
+def check(out: str | Path, *, jobs: int = DEFAULT_JOBS, progress: Progress | None = None) -> tuple[Index, list[str]]:
+    """Read all shards back; returns the index, and one sentence for each shard that differs from it."""
     out = Path(out)
     index = Index.load(out / indices.FILE)
     if not index.shards:
@@ -183,7 +186,7 @@ def check(out: str | Path, *, jobs: int = JOBS, progress: Progress | None = None
 
 
 def _differs(out: Path, index: Index, shard: int, rows: npt.NDArray[np.int64], count: Count) -> str:
-    """What is wrong with one shard, or nothing."""
+    """What is wrong with one shard; empty if nothing is."""
     name, size = index.shards[shard], int(index.shard_sizes[shard])
     if (there := size_of(out / name)) != size:
         return f"{name} is missing." if there is None else f"{name} has {there:,} bytes; the index says {size:,}."
@@ -211,7 +214,7 @@ class _Stopped(Exception):
 def each(
     task: Callable[[T, Count], R], items: Sequence[T], jobs: int, total: int, progress: Progress | None
 ) -> list[R]:
-    """task(item, count) for all items in threads; `count(bytes)` tells how far it is. The first failure ends all."""
+    """Run task(item, count) for all items in threads, where `count(bytes)` reports progress. The first failure stops all."""
     if jobs < 1:
         raise ConfigError(f"--jobs is {jobs}; it must be at least 1.")
     lock, stop = threading.Lock(), threading.Event()
@@ -252,7 +255,7 @@ def save(index: Index, folder: Path) -> None:
 
 
 def hasher() -> Any:
-    """xxh3_64, whose digest is the checksum of an index."""
+    """The hash function xxh3_64, whose digest is the checksum in an index."""
     try:
         from xxhash import xxh3_64
     except ImportError as cause:
@@ -261,12 +264,13 @@ def hasher() -> Any:
 
 
 def suffix_of(path: str) -> str:
-    """The last suffix with its dot; empty where there is none."""
+    """The last suffix with its dot; empty if there is none."""
     suffix = os.path.splitext(path)[1]
     return suffix if len(suffix) > 1 else ""
 
 
 def size_of(path: Path) -> int | None:
+    """Bytes of a file; None if it does not exist."""
     return path.stat().st_size if path.is_file() else None
 
 

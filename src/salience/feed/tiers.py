@@ -1,7 +1,7 @@
 """Slower tiers of the cache, between memory and the store: a local disk, and a Redis or Valkey server.
 
-A tier can only save reads from the store. Whatever goes wrong with one is a warning and a read from the store instead,
-never an error of the run; what it gives back has been checked. Any thread may ask.
+A tier can only save reads from the store. A failure of one is a warning and a read from the store instead, never an error of
+the run. What it returns has been checked. Its methods may be called from any thread.
 """
 
 from __future__ import annotations
@@ -21,48 +21,56 @@ from salience.feed.index import Index, Names
 
 Warn = Callable[[str], None]
 
-SEAL = 8
-"""Bytes before those of a sample, wherever a tier keeps it."""
+SEAL_BYTES = 8
+"""Length of the checksum that tiers store in front of each sample."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierCounts:
-    """What was asked of a tier and what it did."""
+    """What a tier was asked for and what it did."""
 
     asked: int = 0
     """Samples that were asked for."""
     hits: int = 0
+    """Samples it had."""
     hit_bytes: int = 0
+    """Bytes of those."""
     writes: int = 0
+    """Samples it took."""
     written_bytes: int = 0
+    """Bytes of those."""
     refused: int = 0
-    """Samples it was given and could not keep: no room, too large, or in trouble."""
+    """Samples it was offered and could not keep: no room, too large, or a failure."""
     bad: int = 0
-    """Samples that did not have their checksum any more; they were removed."""
+    """Samples that no longer matched their checksum and were removed."""
 
 
 class Tier(Protocol):
-    """Keeps samples by number."""
+    """Keeps samples by their ids."""
 
     name: str
-    """For reports."""
+    """Its name in reports."""
 
     @property
-    def counts(self) -> TierCounts: ...
+    def counts(self) -> TierCounts:
+        """What it was asked for and did so far."""
+        ...
 
     def get(self, ids: Sequence[int]) -> dict[int, bytes]:
-        """Those it has, checked."""
+        """Those of the samples that it has, checked."""
         ...
 
     def put(self, found: Mapping[int, bytes]) -> None:
-        """Keeps what it can."""
+        """Keep as many of these samples as possible."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release its connections."""
+        ...
 
 
 class Tally:
-    """Counts that several threads add to."""
+    """Counts to which several threads add."""
 
     def __init__(self) -> None:
         self.counts = TierCounts()
@@ -76,7 +84,7 @@ class Tally:
 
 
 def open_tiers(disk: str | None, redis: str | None, index: Index, url: str, warn: Warn) -> list[Tier]:
-    """The tiers a user asked for, the nearest first: `disk` is DIR or DIR:BYTES, `redis` a redis:// or rediss:// URL."""
+    """The tiers that are configured, nearest first: `disk` is DIR or DIR:BYTES, `redis` a redis:// or rediss:// URL."""
     from salience.feed.disk import open_disk
     from salience.feed.redis_tier import open_redis
 
@@ -91,8 +99,10 @@ def open_tiers(disk: str | None, redis: str | None, index: Index, url: str, warn
 
 
 def identity(url: str, index: Index) -> str:
-    """16 hex digits for a source and all that its index holds, so that what is kept of another, or of this one before it
-    changed, is never taken for it. Of objects without checksums the index knows no more than name and size.
+    """16 hex digits that identify a source and its index.
+
+    Samples kept for another source, or for this one before it changed, are never mistaken for its own. For objects without
+    checksums, only names and sizes are compared.
     """
     shards = Names.of(index.shards)
     arrays = (
@@ -107,17 +117,17 @@ def identity(url: str, index: Index) -> str:
 
 
 def seal(data: bytes) -> bytes:
-    """A checksum of eight bytes: xxh3_64, or crc32 below four zeros where xxhash is not installed."""
+    """A checksum of eight bytes: xxh3_64, or four zeros and crc32 if xxhash is not installed."""
     xxh3 = _xxh3()
     check = xxh3(data) if xxh3 else 0
-    return (check if check >> 32 else zlib.crc32(data)).to_bytes(SEAL, "big")
+    return (check if check >> 32 else zlib.crc32(data)).to_bytes(SEAL_BYTES, "big")
 
 
 def fits(seal: bytes, data: bytes) -> bool | None:
-    """Whether `data` has this seal, whoever wrote it; None where that cannot be told without xxhash."""
+    """True if `data` matches this checksum; None if xxhash is needed to tell and is not installed."""
     check = int.from_bytes(seal, "big")
-    if len(seal) < SEAL or not check >> 32:
-        return len(seal) == SEAL and check == zlib.crc32(data)
+    if len(seal) < SEAL_BYTES or not check >> 32:
+        return len(seal) == SEAL_BYTES and check == zlib.crc32(data)
     xxh3 = _xxh3()
     return xxh3(data) == check if xxh3 else None
 

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from salience.errors import ConfigError, DataError
-from salience.feed.cache import Feed
-from salience.feed.dataset import Fed, SourceDataset
+from salience.feed.cache import Feed, cache_summary
+from salience.feed.dataset import SourceBatch, SourceDataset
 from salience.feed.reads import Counts
 from salience.feed.source import Source
-from salience.feed.told import told
 from salience.plan import Plan, Shard
 from salience.run import Run
 from salience.run.base import Batch
@@ -85,17 +84,17 @@ class Reading(Run):
         for text in self._feed.delivered(ticket):
             self._warn(text)
 
-    def _emit_feed(self) -> None:
+    def _emit_feed(self, rivals: Mapping[str, int] | None = None) -> None:
         if self._source is None:
             return
         cached: dict[str, int] = {}
         if self._feed is not None:
             self._source.stats.add(self._feed.take_counts())
-            cached = self._feed.counts()
+            cached = {**self._feed.counts(), **(rivals or {})}
         stats = asdict(self._source.stats)
         self.events.emit("feed", window=self.epoch, broken=len(self._broken), **stats, cache=cached)
 
-    def _take_fed(self, number: int, ids: npt.NDArray[np.int64], fed: Fed) -> Any:
+    def _take_fed(self, number: int, ids: npt.NDArray[np.int64], fed: SourceBatch) -> Any:
         """Note what the worker had to tell, and give the batch."""
         assert self._source is not None
         self._source.stats.add(Counts(**fed.counts))
@@ -148,10 +147,13 @@ class Reading(Run):
             stats = self._source.stats
             text += (
                 f"\n\nRead from {self._source.url}: {stats.bytes_sent:,} bytes in {stats.requests:,} requests for "
-                f"{stats.bytes_used:,} bytes of samples; {stats.retried:,} repeated, {stats.hedged:,} doubled."
+                f"{stats.bytes_used:,} bytes of samples; {stats.retried:,} with wrong bytes, {stats.hedged:,} doubled."
             )
         if self._feed is not None:
-            text += f"\n{told(self._feed.counts(), self._feed.budget)}"
+            rivals: dict[str, int] = {}
+            if self._trace is not None and self.rank == 0:
+                self._emit_feed(rivals := self._feed.rival_bytes(self._trace, self._unread))
+            text += f"\n{cache_summary({**self._feed.counts(), **rivals}, self._feed.budget)}"
         if self._broken:
             text += f"\n\nBroken samples, stood in for with weight 0: {len(self._broken):,}{self._broken_lines(8)}"
         return text

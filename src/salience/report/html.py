@@ -16,7 +16,7 @@ from typing import Any
 
 from salience._version import __version__
 from salience.errors import MissingExtra
-from salience.feed.told import size
+from salience.feed.sizes import size
 from salience.report import words
 from salience.report.charts import Chart, Series, bars, columns, lines
 from salience.report.compared import HEAD, Arm, Comparison, rows, sentences
@@ -321,10 +321,19 @@ def _bytes(story: Story) -> Chart | None:
     feed = story.feed
     if not feed.get("cache_bytes"):
         return None
-    names = ("without a cache", "with LRU", "with one that never evicts", "this run", "the least possible")
-    keys = ("bytes", "lru_bytes", "never_evict_bytes", "bytes_sent", "bound_bytes")
-    values = [float(feed.get(f"cache_{key}", 0)) for key in keys]
-    return bars("Bytes the store sent", names, [Series(name="bytes", values=values)], form=size, what="cache")
+    words = {
+        "bytes": "without a cache", "lru_bytes": "with LRU", "never_evict_bytes": "with one that never evicts",
+        "bytes_sent": "this run", "bound_bytes": "the least possible",
+    }  # fmt: skip
+    keys = [key for key in words if f"cache_{key}" in feed]  # rivals are simulated only where there is a trace
+    values = [float(feed[f"cache_{key}"]) for key in keys]
+    return bars(
+        "Bytes the store sent",
+        [words[key] for key in keys],
+        [Series(name="bytes", values=values)],
+        form=size,
+        what="cache",
+    )
 
 
 def _stages(story: Story) -> Chart | None:

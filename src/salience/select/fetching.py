@@ -1,7 +1,7 @@
 """Plans that are cheap to fetch (`select="io"`): unimportant samples are exchanged for others whose bytes are at hand.
 
-The planner knows what the cache holds and how samples lie in their shards when a window begins, so that the exchange is part of
-the plan: frozen, replayable, equal on all ranks.
+When a window begins, the planner knows what the cache holds and where samples lie in their shards, so the exchange is part
+of the plan: frozen, replayable, equal on all ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from salience.select.ranks import rank_normalise
 from salience.select.view import Bools, Floats, Ids, View
 
 Rng = np.random.Generator
-LEAD = 8
-"""Batches at the start of a window that are made of what is resident, while the others are being read."""
+RESIDENT_FIRST_BATCHES = 8
+"""Batches at the start of a window that are made of resident samples, while the others are being read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -27,31 +27,33 @@ class Stock:
     """Where the bytes of the samples are when a window begins."""
 
     resident: Bools
-    """In the cache, bool [n]."""
+    """Samples in the cache, bool [n]."""
     shard: npt.NDArray[np.int32]
-    """int32 [n]; -1 where a sample is an object of its own."""
+    """Shard of each sample, int32 [n]; -1 where it is an object of its own."""
     offset: npt.NDArray[np.int64]
+    """First byte of each sample in its shard, int64 [n]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Exchange:
-    """Which samples of a plan were exchanged for which."""
+    """Samples of a plan that were exchanged, and what for."""
 
     out: Ids
+    """Samples that leave the plan."""
     taken: Ids
-    """As many, in the same order."""
+    """Samples that take their places, in the same order."""
     overdue: int
-    """Of those taken, how many had waited longer than `max_age`,"""
+    """Number of samples taken because they had waited longer than `max_age`."""
     resident: int
-    """how many the cache holds,"""
+    """Number of samples taken because the cache holds them."""
     packaged: int
-    """and how many lie beside each other, so that one request brings several."""
+    """Number of samples taken because they lie beside each other, so that one request brings several."""
 
 
 def refresh_set(view: View, picked: Bools, allowed: Bools | None, share: float, rng: Rng) -> Ids:
-    """`share` of the samples that were not picked, those with the least certain rank first, int64 [k].
+    """The `share` of the unpicked samples whose rank is least certain, int64 [k].
 
-    A rank is the less certain the longer the sample was not seen and the more its loss varies:
+    A rank is less certain the longer ago the sample was seen and the more its loss varies:
 
         u_i = age_i + rank(variance_i) in [0, 1]
     """
@@ -76,12 +78,12 @@ def exchange(
     allowed: Bools | None,
     how: Fetching,
 ) -> Exchange:
-    """Unimportant samples of a plan that would have to be fetched one by one, and what to take in their place.
+    """Exchange unimportant samples that would have to be fetched one by one.
 
-    Only what is among the least important share 1 - top is given or taken, so that importance decides as before. First
-    whoever waited longer than `max_age` windows; then what is resident, the longest waiting first, class by class;
-    then samples that lie beside each other. The number of samples of a class changes by at most `tolerance` of those
-    exchanged. What finds no partner stays.
+    Only samples among the least important share 1 - top leave or enter, so that importance decides as before. Samples that
+    waited longer than `max_age` windows enter first; then resident samples, the longest waiting first, class by class; then
+    samples that lie beside each other. The number of samples per class changes by at most `tolerance` of those exchanged. A
+    sample without a partner stays.
     """
     n = len(importance)
     low = importance <= np.float32(1 - how.top)
@@ -113,11 +115,11 @@ def exchange(
         pool = (spare & ~stock.resident) | dear
         beside = _within(_runs(pool, age, stock, left), classes, np.maximum(room, 0), slack)[:left]
     stays = np.zeros(n, dtype=bool)
-    stays[beside[picked[beside]]] = True  # was picked already, and lies well
+    stays[beside[picked[beside]]] = True  # already picked, and cheap to read
     beside = beside[~picked[beside]]
     out = out[~stays[out]]
     taken = np.concatenate((overdue, here, beside))[: len(out)]
-    # Who is exchanged: of the classes that get something in return first, so that class counts stay.
+    # Classes that get a sample in return give one first, so that class counts stay the same.
     order = _matched(classes[out], classes[taken])
     return Exchange(
         out=out[order], taken=taken, overdue=min(len(overdue), len(taken)), resident=len(here), packaged=len(beside)
@@ -125,11 +127,11 @@ def exchange(
 
 
 def resident_first(ids: Ids, resident: Bools, batch_size: int) -> npt.NDArray[np.int64]:
-    """An order of positions in which the first batches are made of resident samples, as far as there are any.
+    """Order the positions of a plan so that its first batches consist of resident samples, int64 [len(ids)].
 
-    At most LEAD batches and a tenth of the plan; everything else stays in the order it has, which is random.
+    At most RESIDENT_FIRST_BATCHES batches and a tenth of the plan are moved; the others keep their random order.
     """
-    count = min(LEAD * batch_size, len(ids) // 10)
+    count = min(RESIDENT_FIRST_BATCHES * batch_size, len(ids) // 10)
     first = np.flatnonzero(resident[ids])[:count]
     rest = np.ones(len(ids), dtype=bool)
     rest[first] = False
@@ -137,7 +139,7 @@ def resident_first(ids: Ids, resident: Bools, batch_size: int) -> npt.NDArray[np
 
 
 def told(found: Exchange | None, refreshed: int, age: npt.NDArray[Any], how: Fetching) -> Note:
-    """What became of the plan, and how long samples wait."""
+    """A note on the exchange, and on how long samples wait."""
     within = float((age <= how.max_age).mean())
     waits = f"the longest waiting was seen {int(age.max(initial=0))} windows ago, {within:.1%} within {how.max_age}"
     if found is None:
@@ -154,7 +156,7 @@ def _oldest(ids: Ids, age: npt.NDArray[Any]) -> Ids:
 
 
 def _within(ids: Ids, classes: Ids, room: npt.NDArray[np.int64], slack: int) -> Ids:
-    """The first of `ids` of each class, as many as the class has room and `slack` more."""
+    """The first of `ids` per class, at most `room` of the class plus `slack`."""
     order = np.argsort(classes[ids], kind="stable")
     sorted_classes = classes[ids][order]
     starts = np.searchsorted(sorted_classes, sorted_classes)
@@ -163,7 +165,7 @@ def _within(ids: Ids, classes: Ids, room: npt.NDArray[np.int64], slack: int) -> 
 
 
 def _runs(pool: Bools, age: npt.NDArray[Any], stock: Stock, count: int) -> Ids:
-    """Samples of `pool` in runs of neighbours, the runs with the highest sum of ages first, at least `count` samples."""
+    """At least `count` samples of `pool` in runs of neighbours; runs with the highest sum of ages come first."""
     order = np.lexsort((stock.offset, stock.shard))
     inside = pool[order] & (stock.shard[order] >= 0)
     shard = stock.shard[order]
@@ -183,7 +185,7 @@ def _runs(pool: Bools, age: npt.NDArray[Any], stock: Stock, count: int) -> Ids:
 
 
 def _matched(given: Ids, wanted: Ids) -> npt.NDArray[np.int64]:
-    """Positions in `given`, one for each of `wanted`: of the same class where there is one left, else any."""
+    """A position in `given` for each of `wanted`: of the same class if one is left, else any."""
     used = np.zeros(len(given), dtype=bool)
     places = np.full(len(wanted), -1, dtype=np.int64)
     order_g, order_w = np.argsort(given, kind="stable"), np.argsort(wanted, kind="stable")

@@ -1,26 +1,37 @@
-"""Packages: samples that lie beside each other in a shard and are both wanted come with one request."""
+"""Samples that one request can bring because their bytes lie beside each other in a shard."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from salience.feed.index import Index
 
 
-class Packages:
-    """All samples in the order of their bytes."""
+def coalesce(starts: Sequence[int], stops: Sequence[int], *, gap: int, longest: int) -> list[slice]:
+    """Runs of ranges (sorted by start) that one request each can bring: holes <= gap, a run <= longest bytes."""
+    runs: list[slice] = []
+    first = 0
+    for i in range(1, len(starts) + 1):
+        if i == len(starts) or starts[i] - stops[i - 1] > gap or stops[i] - starts[first] > longest:
+            runs.append(slice(first, i))
+            first = i
+    return runs
+
+
+class Neighbours:
+    """Samples that lie beside each other in a shard, so that one request brings several."""
 
     def __init__(self, index: Index, *, gap: int, most: int) -> None:
-        """`gap` is what may lie between two neighbours, `most` the bytes of a package."""
+        """`gap` bytes may lie between two neighbours; a request brings at most `most` bytes."""
         self._index, self._gap, self._most = index, gap, most
         self._order = np.lexsort((index.offset, index.shard)) if len(index.shards) else np.empty(0, dtype=np.int64)
         self._place = np.empty(len(self._order), dtype=np.int64)
         self._place[self._order] = np.arange(len(self._order))
 
     def beside(self, i: int, wanted: Callable[[int], bool]) -> Iterator[int]:
-        """Neighbours of sample i on both sides, as long as each is `wanted` and the package is not full."""
+        """Neighbours of sample i on both sides, as long as each is `wanted` and the request is not full."""
         if not len(self._order):
             return
         index, total = self._index, int(self._index.size[i])

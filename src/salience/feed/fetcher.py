@@ -1,0 +1,124 @@
+"""Brings the bytes of samples: from the nearest tier that has them, else from the store, and hands them to nearer tiers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from salience.errors import SalienceError
+from salience.feed.reads import Broken, Reader
+from salience.feed.tiers import Tier
+
+MAX_WAITING_WRITES = 64 * 1024 * 1024
+"""Bytes that wait to be written to slower tiers; what comes while they wait is not written."""
+LAST_WRITES = 3.0
+"""Seconds for waiting writes when the run is over."""
+MIN_ARRIVALS_FOR_BANDWIDTH = 8
+"""Samples that must have arrived before a bandwidth is stated."""
+
+
+class Fetcher:
+    """Starts reads and reports each sample as it comes: `arrived(i, data)`, or `lost(ids, why)` when nobody can bring it."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        tiers: Sequence[Tier],
+        sizes: npt.NDArray[np.int64],
+        arrived: Callable[[int, bytes | Broken], None],
+        lost: Callable[[Sequence[int], str], None],
+    ) -> None:
+        self.reader, self.tiers, self._sizes, self._arrived, self._lost = reader, tiers, sizes, arrived, lost
+        self._tier_counts = {f"{tier}_{what}": 0 for tier in ("disk", "redis") for what in ("hits", "bytes")}
+        self._arrivals: deque[tuple[float, int]] = deque(maxlen=512)
+        """When the last samples came from the store, and their bytes."""
+        self._pool = ThreadPoolExecutor(4, thread_name_prefix="salience-tiers") if tiers else None
+        self._reads: set[asyncio.Task[None]] = set()
+        self._writes: set[asyncio.Task[None]] = set()
+        self._writing = 0
+
+    def start(self, ids: list[int]) -> None:
+        """Fetch these, in the background."""
+        if ids:
+            _start(self._fetch(ids), self._reads)
+
+    def link(self) -> tuple[float, float]:
+        """Bytes per second that arrived lately, and seconds that an answer takes when it does not have to queue."""
+        latency = self.reader.latency()
+        if len(self._arrivals) < MIN_ARRIVALS_FOR_BANDWIDTH:
+            return 0.0, latency
+        (begin, _), (end, _) = self._arrivals[0], self._arrivals[-1]
+        return sum(size for _, size in self._arrivals) / max(end - begin, 1e-3), latency
+
+    def counts(self) -> dict[str, int]:
+        """What was asked of the store, and what the tiers had."""
+        store = self.reader.counts
+        names = ("bytes_used", "bytes_sent", "requests", "retried", "hedged")
+        return {"fetched_samples": store.samples, **{name: getattr(store, name) for name in names}, **self._tier_counts}
+
+    async def close(self) -> None:
+        """Break off reads; writes have a few seconds to end."""
+        for task in self._reads:
+            task.cancel()
+        if self._writes:
+            await asyncio.wait(self._writes, timeout=LAST_WRITES)
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        for tier in self.tiers:
+            tier.close()
+
+    async def _fetch(self, ids: list[int]) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            for k, tier in enumerate(self.tiers):
+                if not ids:
+                    return
+                found = await loop.run_in_executor(self._pool, tier.get, ids)
+                found = {i: data for i, data in found.items() if len(data) == self._sizes[i]}
+                self._tier_counts[f"{tier.name}_hits"] += len(found)
+                self._tier_counts[f"{tier.name}_bytes"] += sum(map(len, found.values()))
+                for i, data in found.items():
+                    self._arrived(i, data)
+                self._write(self.tiers[:k], found)
+                ids = [i for i in ids if i not in found]
+            await self.reader.stream(ids, self._from_store)
+        except SalienceError as error:
+            self._lost(ids, str(error))
+        except Exception as error:  # anything else must not leave the workers waiting
+            self._lost(ids, f"The feeder failed: {type(error).__name__}: {error}")
+
+    def _from_store(self, i: int, data: bytes | Broken) -> None:
+        self._arrivals.append((time.monotonic(), 0 if isinstance(data, Broken) else len(data)))
+        self._arrived(i, data)
+        if isinstance(data, bytes):
+            self._write(self.tiers, {i: data})
+
+    def _write(self, tiers: Sequence[Tier], found: Mapping[int, bytes]) -> None:
+        """Hand samples to tiers, in threads; where those cannot keep up, they go without."""
+        size = sum(map(len, found.values()))
+        if not tiers or not found or self._writing + size > MAX_WAITING_WRITES:
+            return
+        self._writing += size
+        loop, pool = asyncio.get_running_loop(), self._pool
+
+        async def write() -> None:
+            try:
+                for tier in tiers:
+                    await loop.run_in_executor(pool, tier.put, found)
+            finally:
+                self._writing -= size
+
+        _start(write(), self._writes)
+
+
+def _start(work: Coroutine[Any, Any, None], among: set[asyncio.Task[None]]) -> None:
+    task = asyncio.ensure_future(work)
+    among.add(task)
+    task.add_done_callback(among.discard)

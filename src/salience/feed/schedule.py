@@ -1,0 +1,375 @@
+"""What to read next: the plan of a window, a cache policy and the room in memory decide; no bytes move here.
+
+The schedule follows the plan, not the clock. Which samples stay is decided in the plan's order, so that the same plans keep the
+same samples however fast the store is. A batch is *staged* when each of its samples has a place in memory; it is *ready*
+when their bytes have arrived, and its samples stay until its rank is done with it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from salience.errors import StoreError
+from salience.feed.index import Index
+from salience.feed.policy import Ids, Policy
+from salience.feed.ranges import Neighbours
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Window:
+    """What a window asks of the feeder."""
+
+    batches: list[list[Ids]]
+    """The batches of each rank of the node."""
+    skip: list[set[int]]
+    """Per rank, numbers of batches delivered before the run was interrupted: the policy sees them, nobody wants them."""
+    serial: int
+    """Window index within this run; never reused."""
+    first: list[int]
+    """Per rank, the ticket of its first batch that is wanted."""
+    importance: npt.NDArray[np.float32]
+    """Importance of every sample, float32 [n]."""
+    resident: Ids | None = None
+    """What the cache held when this window began, in the run that is resumed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Bytes the feeder may read ahead."""
+
+    least: int
+    """What loader workers hold at a time, plus one batch."""
+    most: int
+    """The horizon is never larger."""
+    along: int
+    """Bytes for neighbours in a shard that are wanted later in the window and come with the same request."""
+    package: int = 256 * 1024
+    """Bytes of one such request: a batch waits for what is read along with it."""
+
+
+class Room(Protocol):
+    """Memory for samples; `salience.feed.arena.Arena` is the real one."""
+
+    along_bytes: int
+
+    @property
+    def size(self) -> int: ...
+    def has(self, i: int) -> bool: ...
+    def take(self, i: int) -> int | None: ...
+    def give(self, i: int, place: int | None = None) -> None: ...
+    def pin(self, i: int) -> None: ...
+    def unpin(self, i: int) -> None: ...
+    def keep(self, i: int, on: bool) -> None: ...
+    def forget(self) -> None: ...
+    def tidy_all(self) -> None: ...
+    def read_along(self, i: int, place: int) -> None: ...
+    def leave(self, i: int) -> None: ...
+    def leave_all(self) -> None: ...
+    def squeeze(self, ids: Iterable[int], wanted: int | None = None) -> tuple[int | None, int]: ...
+    def others(self, spared: set[int]) -> list[int]: ...
+
+
+@dataclass(slots=True)
+class ScheduleCounts:
+    """What the plan asked for and what the cache had of it."""
+
+    samples: int = 0
+    bytes: int = 0
+    hits: int = 0
+    """Samples that were resident when their turn came."""
+    hit_bytes: int = 0
+    bound_bytes: int = 0
+    """Bytes that any cache of this size would have had to fetch."""
+    resident_bytes: int = 0
+    """Bytes the cache means to keep now."""
+    squeezed: int = 0
+    """Samples dropped because the memory was in pieces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """What to read for the batch that was staged last."""
+
+    places: dict[int, int]
+    """Sample -> its place in memory."""
+    along: list[int]
+    """Neighbours that are read along; they have their places."""
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    rank: int
+    ticket: int
+    """-1 if it was delivered before the run was interrupted."""
+    ids: list[int]
+    owed: int = 0
+    """Bytes read for it that are in memory only because of it."""
+    missing: set[int] = field(default_factory=set)
+
+
+def in_order(batches: Sequence[Sequence[Ids]]) -> list[Ids]:
+    """Batches of the ranks of a node in the order in which they are read: the first of every rank, the second, ..."""
+    return [ids for turn in zip_longest(*batches) for ids in turn if ids is not None]
+
+
+def horizon(bandwidth: float, latency: float, limits: Limits) -> int:
+    """Bytes to read ahead: four times latency * bandwidth (what is under way when the link is busy), within limits."""
+    return int(min(limits.most, max(limits.least, 4 * bandwidth * latency)))
+
+
+class Schedule:
+    """Stages the batches of a window one by one, as far as the horizon and the room allow."""
+
+    def __init__(
+        self,
+        index: Index,
+        open_policy: Callable[[], Policy],
+        room: Room,
+        limits: Limits,
+        *,
+        budget: int,
+        ranks: int,
+        gap: int,
+    ) -> None:
+        self.room, self.limits, self.counts = room, limits, ScheduleCounts()
+        self.policy, self._open_policy, self._budget = open_policy(), open_policy, budget
+        self._sizes, self._neighbours = index.size, Neighbours(index, gap=gap, most=limits.package)
+        self._wanted = np.zeros(len(index), dtype=bool)
+        """Samples of this window that are not staged yet."""
+        self._waiting: dict[int, list[_Batch]] = {}
+        """Sample under way -> the staged batches that wait for it."""
+        self._todo: deque[_Batch] = deque()
+        self._staged: list[deque[_Batch]] = [deque() for _ in range(ranks)]
+        """Per rank, batches that are staged and not done with."""
+        self._unsaid: list[deque[_Batch]] = [deque() for _ in range(ranks)]
+        """Per rank, batches that are staged and that it was not yet told are ready."""
+        self._next = np.zeros(ranks, dtype=np.int64)
+        """Per rank, the first ticket that is not staged."""
+        self._owed = self._serial = self._again = 0
+        self._seen = np.zeros(len(index), dtype=np.int64)
+        """Serial of the window in which each sample was last wanted."""
+        self.end = 0
+        """The ticket after the last of this window."""
+
+    @property
+    def all_staged(self) -> bool:
+        """True if the cache has decided what it keeps of this window."""
+        return not self._todo
+
+    @property
+    def busy(self) -> bool:
+        """True if batches are to be staged, or ranks are not done with staged ones."""
+        return bool(self._todo) or any(self._staged)
+
+    def leave(self, serial: int) -> None:
+        """The window before `serial` is over, also where it was broken off: unpin what it held."""
+        self._serial, self._again = serial, 0
+        self._todo.clear()
+        for batches, unsaid in zip(self._staged, self._unsaid, strict=True):
+            for batch in batches:
+                self._unpin(batch)
+            batches.clear()
+            unsaid.clear()
+        self.room.leave_all()
+        self._waiting = {i: [] for i in self._waiting}
+        self._seen[[*self._waiting]] = serial  # no cache has to fetch those twice
+        self._wanted[:] = False
+
+    def restore(self, resident: Ids) -> None:
+        """Keep what the cache of the resumed run kept: what it means to keep, not the bytes."""
+        self.policy = self._open_policy()
+        self.room.forget()
+        self.counts.resident_bytes = 0
+        for i in resident.tolist():
+            self._keep(i)
+        self.room.tidy_all()
+
+    def rank(self, window: Window) -> None:
+        """Tell the policy; this may take a while and may run in a thread while samples of the last window arrive."""
+        planned = [ids for batches in window.batches for ids in batches]
+        self.policy.window(window.importance, np.concatenate(planned) if planned else np.empty(0, dtype=np.int64))
+
+    def enter(self, window: Window) -> None:
+        """Line up the batches of a window, those of the ranks in turn."""
+        tickets = list(window.first)
+        for number, turn in enumerate(zip_longest(*window.batches)):
+            for rank, ids in enumerate(turn):
+                if ids is None:
+                    continue
+                batch = _Batch(rank, -1, ids.tolist())
+                if number not in window.skip[rank]:
+                    batch.ticket, tickets[rank] = tickets[rank], tickets[rank] + 1
+                    self._wanted[ids] = True
+                self._todo.append(batch)
+        self._next[:], self.end = window.first, max(tickets)
+
+    def next(self, ahead: int, asked: npt.NDArray[np.int64]) -> Staged | None:
+        """Stage the next batch and say what to read for it; None if there is none, or if it has to wait.
+
+        It waits while more than `ahead` bytes are read ahead, unless a rank waits for a ticket (`asked`, int64 [ranks]) that
+        is not staged; and while there is no room. StoreError where there will never be.
+        """
+        if not self._todo:
+            return None
+        batch = self._todo[0]
+        if batch.ticket < 0:
+            for i in batch.ids:
+                if not self.policy.hit(i):
+                    self._keep(i)
+            self._todo.popleft()
+            return Staged({}, [])
+        if self._owed > ahead and not (asked >= self._next).any():
+            return None
+        places = self._make_room(batch)
+        if places is None:
+            return None
+        self._todo.popleft()
+        return Staged(places, self._stage(batch, places))
+
+    def _stage(self, batch: _Batch, places: dict[int, int]) -> list[int]:
+        """Pin what is here and wait for what is not; the neighbours to read along."""
+        for i in places:
+            self._waiting[i] = []
+        for i in batch.ids:  # all of them before one has its turn, which may put another out of the cache
+            self.room.pin(i)
+            self._wanted[i] = False
+            if i in self._waiting:
+                batch.missing.add(i)
+        self._count_bound(batch.ids)
+        for i in batch.ids:
+            self._visit(i, i not in places)
+        for i in batch.missing:
+            self._waiting[i].append(batch)
+        batch.owed = int(self._sizes[[*places]].sum())
+        self._owed += batch.owed
+        self._next[batch.rank] = batch.ticket + 1
+        self._staged[batch.rank].append(batch)
+        self._unsaid[batch.rank].append(batch)
+        return self._read_along([*places])
+
+    def _visit(self, i: int, here: bool) -> None:
+        """Sample i has its turn, and the cache decides about it."""
+        size = int(self._sizes[i])
+        self.counts.samples += 1
+        self.counts.bytes += size
+        if not self.policy.hit(i):
+            self._keep(i)
+        elif here:  # and not only in the memory of a run that was resumed
+            self.counts.hits += 1
+            self.counts.hit_bytes += size
+
+    def _keep(self, i: int) -> None:
+        gone = self.policy.offer(i)
+        if gone is None:
+            return
+        self.room.keep(i, True)
+        self.counts.resident_bytes += int(self._sizes[i])
+        for old in gone:
+            self.room.keep(old, False)
+            self.counts.resident_bytes -= int(self._sizes[old])
+
+    def _count_bound(self, ids: list[int]) -> None:
+        """Any cache has to fetch what was never seen, and of what was seen whatever is more than it can hold."""
+        visited = np.unique(ids)
+        visited = visited[self._seen[visited] != self._serial]
+        old = self._seen[visited] > 0
+        before, self._again = self._again, self._again + int(self._sizes[visited[old]].sum())
+        self.counts.bound_bytes += int(self._sizes[visited[~old]].sum())
+        self.counts.bound_bytes += max(0, self._again - self._budget) - max(0, before - self._budget)
+        self._seen[visited] = self._serial
+
+    def _make_room(self, batch: _Batch) -> dict[int, int] | None:
+        """A place for each of its samples that is not here, or None: then another batch has to be done with first.
+
+        Where none is under way and the memory is in pieces, samples that no batch holds are dropped; at last even those that
+        this batch wants.
+        """
+        for spared in ({*batch.ids}, set[int]()):
+            if not spared:
+                self.counts.squeezed += self.room.squeeze(batch.ids)[1]
+            places: dict[int, int] = {}
+            for i in dict.fromkeys(batch.ids):
+                if i in self._waiting or self.room.has(i):
+                    continue
+                place = self.room.take(i)
+                if place is None and not self._room_will_come():
+                    place, gone = self.room.squeeze(self.room.others(spared), i)
+                    self.counts.squeezed += gone
+                if place is None:
+                    break
+                places[i] = place
+            else:
+                return places
+            for i, place in places.items():
+                self.room.give(i, place)
+            if self._room_will_come():
+                return None
+        raise StoreError(
+            f"A batch of {len(batch.ids)} samples does not fit into the memory of the cache ({self.room.size:,} bytes); "
+            "make the batch smaller or the cache larger."
+        )
+
+    def _room_will_come(self) -> bool:
+        """True if batches before this one are not done, or samples that nobody waits for are under way."""
+        return any(self._staged) or any(not waiting for waiting in self._waiting.values())
+
+    def _read_along(self, ids: list[int]) -> list[int]:
+        """Neighbours of `ids` that are wanted later in this window, as far as there is room for them."""
+        along: list[int] = []
+        for i in ids:
+            for j in self._neighbours.beside(i, self._not_here):
+                place = None
+                if self.room.along_bytes + int(self._sizes[j]) <= self.limits.along:
+                    place = self.room.take(j)
+                if place is None:
+                    return along
+                self.room.read_along(j, place)
+                self._waiting[j] = []
+                along.append(j)
+        return along
+
+    def _not_here(self, i: int) -> bool:
+        """True if it is wanted later, and neither here nor under way."""
+        return bool(self._wanted[i]) and i not in self._waiting and not self.room.has(i)
+
+    def arrived(self, i: int) -> bool:
+        """The bytes of sample i came; False if nobody asked for them."""
+        waiting = self._waiting.pop(i, None)
+        for batch in waiting or ():
+            batch.missing.discard(i)
+        return waiting is not None
+
+    def lost(self, ids: Iterable[int]) -> bool:
+        """Nobody is going to bring these any more; True if a batch waits for one of them."""
+        waited_for = False
+        for i in ids:
+            waiting = self._waiting.pop(i, None)
+            if waiting is not None:
+                self.room.give(i)
+                self.room.leave(i)
+                waited_for = waited_for or bool(waiting)
+        return waited_for
+
+    def release(self, done: npt.NDArray[np.int64]) -> None:
+        """Unpin the batches with tickets below `done`, int64 [ranks]."""
+        for batches, until in zip(self._staged, done.tolist(), strict=True):
+            while batches and batches[0].ticket < until:
+                self._unpin(batches.popleft())
+
+    def ready(self) -> Iterator[tuple[int, int]]:
+        """Ranks and tickets of batches whose bytes are all here, each once and in order."""
+        for rank, batches in enumerate(self._unsaid):
+            while batches and not batches[0].missing:
+                yield rank, batches.popleft().ticket
+
+    def _unpin(self, batch: _Batch) -> None:
+        self._owed -= batch.owed
+        for i in batch.ids:
+            self.room.unpin(i)
