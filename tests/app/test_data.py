@@ -69,6 +69,7 @@ def test_classes_are_the_first_folders_whatever_the_data_come_in(as_data, tmp_pa
     assert split.classes == ("ant", "cat", "dog")
     assert every_name(split) == sorted(PLAIN)
     assert (len(split), split.tested) == (3, 3)  # one of two of each class is held out
+    assert [split.names[i] for i in range(3)] == ["ant/e.png", "cat/a.png", "dog/d.bmp"]  # the same ids everywhere
     assert [split.classes[k] for k in split.labels] == [split.names[i].split("/")[0] for i in range(3)]
 
 

@@ -131,7 +131,12 @@ def images_of(index: Index, shown: str) -> tuple[Index, list[str]]:
     told = index.classes != by_folder[0] or not np.array_equal(index.label, by_folder[1])
     # Appending to a tar replaces a member by writing it anew: the last one counts.
     last = {(shard, name): i for i, (shard, name) in enumerate(zip(index.shard.tolist(), names, strict=True))}
-    kept = [i for (_, name), i in last.items() if name.lower().endswith(IMAGE_SUFFIXES)]
+    # By name, so that a sample keeps its id, and its row in a ledger, when a folder is packed.
+    kept = [
+        i
+        for (_, name), i in sorted(last.items(), key=lambda item: item[0][::-1])
+        if name.lower().endswith(IMAGE_SUFFIXES)
+    ]
     if not kept:
         raise DataError(f"{shown} holds no images; images end in {', '.join(IMAGE_SUFFIXES)}.")
     placed = folders_of([names[i] for i in kept])

@@ -277,7 +277,7 @@ class Schedule:
 
     def _count_bound(self, ids: list[int]) -> None:
         """Any cache has to fetch what was never seen, and of what was seen whatever is more than it can hold."""
-        visited = np.unique(np.array(ids, dtype=np.int64))
+        visited = np.unique(np.asarray(ids, dtype=np.int64))
         visited = visited[self._seen[visited] != self._serial]
         old = self._seen[visited] > 0
         before, self._again = self._again, self._again + int(self._sizes[visited[old]].sum())

@@ -175,7 +175,7 @@ def _find_index(store: Store, only: str | None, given: Index | str | os.PathLike
 
 
 def _of_objects(listed: Sequence[tuple[str, int]], url: str) -> Index:
-    """An index in which every object is a sample, and the first directory below the source its class."""
+    """An index in which every object is a sample and the first folder below the source is its class."""
     paths = [check_path(path, url) for path, _ in listed]
     classes, label = classes_of(paths)
     n = len(paths)

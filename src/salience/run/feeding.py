@@ -181,7 +181,7 @@ class Feeding(Part):
             stats = self.source.stats
             text = (
                 f"Read from {self.source.url}: {stats.bytes_sent:,} bytes in {stats.requests:,} requests for "
-                f"{stats.bytes_used:,} bytes of samples; {stats.retried:,} repeated, {stats.hedged:,} doubled."
+                f"{stats.bytes_used:,} bytes of samples; {stats.retried:,} with wrong bytes, {stats.hedged:,} doubled."
             )
         if self.feed is not None:
             text += f"\n{cache_summary({**self.feed.counts(), **self._rivals}, self.feed.budget)}"
