@@ -142,7 +142,7 @@ def test_a_function_is_a_sink_and_one_that_fails_is_told_once_and_left_alone(pro
     assert len(calls) == 1
     warnings = [event["text"] for event in loader.events.recent if event["kind"] == "warning"]
     assert [text for text in warnings if "sink" in text] == [
-        "The sink function failed and gets nothing more (OSError: no room)."
+        "The sink function failed and receives no more events (OSError: no room)."
     ]
     with pytest.raises(OSError, match="no room"):
         train(problem, broken, strict=True)

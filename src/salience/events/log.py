@@ -49,7 +49,7 @@ class Event:
         return {"seq": self.seq, "time": self.time, "kind": self.kind, **encode(self.data)}
 
     def __getitem__(self, name: str) -> Any:
-        return self.fields[name]
+        return self.kind if name == "kind" else self.fields[name]
 
     def get(self, name: str, default: Any = None) -> Any:
         return self.fields.get(name, default)

@@ -176,7 +176,7 @@ def sink(given: str | Sink) -> Sink:
 
 
 def guarded(listener: Sink, warn: Callable[[str], None], *, strict: bool = False) -> Sink:
-    """The sink, which a run survives: at its first error it is told, and left alone from then on."""
+    """A sink that cannot stop a run: its first error becomes a warning, and it receives no more events."""
     alive = [True]
 
     def listen(event: Event) -> None:
@@ -189,7 +189,7 @@ def guarded(listener: Sink, warn: Callable[[str], None], *, strict: bool = False
                 raise
             alive[0] = False
             name = type(listener).__name__
-            warn(f"The sink {name} failed and gets nothing more ({type(error).__name__}: {str(error)[:200]}).")
+            warn(f"The sink {name} failed and receives no more events ({type(error).__name__}: {str(error)[:200]}).")
 
     return listen
 
