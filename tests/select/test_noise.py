@@ -12,20 +12,15 @@ import salience
 from salience.errors import ConfigError
 from salience.ledger import Ledger, Recorder
 from salience.select import Clock, View
+from salience.select.contradictions import calibrated, evenness, evidence, odds_of_wrong, sharpness, surest
 from salience.select.noise import (
     DOUBT_TO_ACT,
     SLOPE,
     Judgement,
-    calibrated,
-    evenness,
-    evidence,
     fall,
     judge,
     noise,
-    odds_of_wrong,
-    sharpness,
     spared_classes,
-    surest,
 )
 from salience.select.weights import scaled_weights
 
