@@ -22,8 +22,8 @@ SAMPLES_TEMPERED = 50_000
 SUREST = 0.1
 """Share of the predictions of each class that count as sure."""
 SHARPNESSES = np.arange(1.5, 4.01, 0.25)
-"""Exponents on averaged predictions among which the labels choose one; see `sharpness`. Lower ones are chosen only where the
-labels that were left out are part of the choice."""
+"""Exponents on averaged predictions among which the labels choose one; see `sharpness`. Labels that are left out, which the
+model no longer learns, would make the choice too low."""
 FLOOR = 0.02
 """Probabilities of a label below this are not told apart."""
 PRIOR = 20.0
