@@ -12,16 +12,15 @@ import salience
 from salience.errors import ConfigError
 from salience.ledger import Ledger, Recorder
 from salience.select import Clock, View
+from salience.select.contradictions import calibrated, evenness, evidence, odds_of_wrong, sharpness, surest
 from salience.select.noise import (
+    DOUBT_TO_ACT,
+    SLOPE,
     Judgement,
-    calibrated,
-    evidence,
     fall,
     judge,
     noise,
-    odds_of_wrong,
     spared_classes,
-    surest,
 )
 from salience.select.weights import scaled_weights
 
@@ -111,7 +110,7 @@ def test_few_samples_with_right_labels_are_left_alone(n):
 def test_rare_classes_the_model_has_not_learnt_lose_nothing(seed):
     """A long tail of right labels: the two rarest classes are given to a frequent one, with certainty."""
     rng = np.random.default_rng(seed)
-    sizes = [1500, 800, 400, 150, 40, 15]
+    sizes = [6000, 3200, 1600, 600, 40, 15]
     label = np.repeat(np.arange(CLASSES), sizes)
     ledger, _ = history(np.zeros(len(label), dtype=bool), label=label, seed=seed)
     rare = np.flatnonzero(label >= 4)
@@ -150,7 +149,48 @@ def test_an_alarm_that_later_evidence_does_not_support_is_taken_back_at_once():
     ledger.vote_p[own, 1:] = 0.01
     later = verdict(ledger, window=10)
     assert later.keep is None
-    assert "contradicts fewer of them than before" in later.reason
+    assert "contradicts fewer of them" in later.reason
+
+
+def test_an_alarm_is_taken_back_when_contradictions_fall_as_they_do_with_right_labels():
+    ledger, _ = history(some(0.3))
+    since = [(0.31 * 0.95**k, 0.25 * 0.95 ** (3 * k), 3000.0, 0.2) for k in range(6)]
+    ledger.course.extend(since[:3])
+    assert judge(ledger).firm, "too short a time to tell"
+    ledger.course.extend(since[3:])
+    said = verdict(ledger, window=14)
+    assert said.keep is None
+    assert "as it does with right ones" in said.reason
+
+
+FEW_CLEAN = [
+    (0.821, 0.735), (0.797, 0.709), (0.776, 0.634), (0.729, 0.566), (0.671, 0.484), (0.629, 0.428), (0.591, 0.378),
+    (0.558, 0.321), (0.540, 0.283), (0.525, 0.275), (0.510, 0.272), (0.495, 0.234), (0.475, 0.212), (0.452, 0.171),
+    (0.441, 0.155), (0.424, 0.138), (0.403, 0.137), (0.397, 0.135), (0.386, 0.085),
+]  # fmt: skip
+"""D and S in the windows of a run on 3,000 clean photographs, 300 sure predictions."""
+
+
+def test_few_clean_samples_give_no_alarm_in_any_window():
+    """At the sixth window this run came within 2% of an alarm, which then would have held to the end."""
+    ledger, _ = history(some(0.3))
+    ledger.course.clear()
+    for d, s in FEW_CLEAN:
+        ledger.course.append((d, s, 300.0, 0.0))
+        assert not (s < 0.5 and judge(ledger).firm)
+
+
+def test_alarms_on_right_labels_are_as_rare_as_stated_although_every_window_asks():
+    """S falls as the power 2.5 of D, the slowest that right labels showed, and 300 sure predictions are counted."""
+    rng = np.random.default_rng(0)
+    alarms, runs = 0, 100
+    for _ in range(runs):
+        rows = [
+            (d, rng.binomial(300, 0.55 * (d / 0.72) ** 2.5) / 300, 300.0, 0.0) for d in 0.72 * 0.965 ** np.arange(20)
+        ]
+        falls = [fall(rows[:k]) for k in range(5, 21)]
+        alarms += any(slope + DOUBT_TO_ACT * error < SLOPE for slope, error in falls)
+    assert alarms <= 0.12 * runs
 
 
 def test_labels_left_out_stay_out_while_the_model_still_contradicts_them():
@@ -223,6 +263,33 @@ def test_stated_probabilities_average_to_the_rate_and_mean_what_they_say():
     assert sure.sum() > 500
     assert wrong[sure].mean() > 0.85
     assert wrong[said.wrong < 0.1].mean() < 0.1
+
+
+def test_evenness_tells_one_direction_from_any():
+    k, other = np.arange(CLASSES), np.arange(CLASSES - 1)
+    assert evenness(k, np.full(CLASSES, 40), CLASSES) == pytest.approx(0, abs=0.02)
+    pairs = np.repeat(k, len(other))
+    assert evenness(pairs, np.full(len(pairs), 8), CLASSES) == 1
+    assert evenness(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), CLASSES) == 1, "too few to tell"
+    assert evenness(k, np.ones(CLASSES, dtype=np.int64), 1_000_000) == 1
+
+
+@pytest.mark.parametrize("power", [1.5, 2.0, 3.0])
+def test_the_sharpness_of_predictions_is_found_from_the_labels_wrong_ones_included(power):
+    """Labels follow the true probabilities, a fifth of them is wrong, and the predictions are those to the power of 1/b."""
+    rng = np.random.default_rng(0)
+    n, classes = 20_000, 4
+    truth = rng.dirichlet(np.full(classes, 0.4), n)
+    label = (rng.random((n, 1)) > truth.cumsum(axis=1)).sum(axis=1).clip(0, classes - 1)
+    wrong = rng.random(n) < 0.2
+    label = np.where(wrong, (label + rng.integers(1, classes, n)) % classes, label).astype(np.int32)
+    modest = (truth + 1e-6) ** (1 / power)
+    modest /= modest.sum(axis=1, keepdims=True)
+    vote = np.argsort(-modest, axis=1).astype(np.int32)
+    vote_p = np.take_along_axis(modest, vote, axis=1).astype(np.float16)
+    confidence = np.take_along_axis(modest, label[:, None].astype(np.int64), axis=1)[:, 0].astype(np.float16)
+    found = evidence(label, vote, vote_p)
+    assert sharpness(label, vote, vote_p, confidence, found, found.rate) == pytest.approx(power, abs=0.5)
 
 
 def test_calibration_keeps_the_order_and_hits_the_rate():
@@ -349,7 +416,7 @@ def left_out(selector: salience.Selector) -> np.ndarray:
 def test_a_real_run_on_noisy_labels_leaves_out_mostly_wrong_ones():
     x, y, bad = problem(4000, 0.3)
     out = left_out(trained(x, y, 4))
-    assert out.sum() > 400
+    assert out.sum() > 100
     assert bad[out].mean() > 0.85
 
 
