@@ -48,9 +48,10 @@ def run(args: argparse.Namespace) -> int:
     baseline = None
     if args.baseline:
         baseline = against(opened.story, open_run(args.baseline, whole=False).story)
-    say(verdict(opened.story))
+    first = verdict(opened.story)
+    say(first)
     for name, text in sections(opened.story).items():
-        if text and name != "hard":  # samples are listed on the page alone
+        if text and text not in first and name != "hard":  # samples are listed on the page alone
             say(text)
     for difference in () if baseline is None else baseline.differences:
         say(" ".join(sentences(difference)))
