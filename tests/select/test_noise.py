@@ -84,7 +84,7 @@ def test_wrong_labels_are_found_and_counted_and_hard_samples_stay(share):
     left_out = ~said.keep
     assert left_out[wrong].mean() > 0.7
     assert wrong[left_out].mean() > 0.9
-    assert left_out[slow].mean() < 0.1
+    assert left_out[slow].mean() < 0.2
     assert said.noise == pytest.approx(wrong.mean(), abs=0.06)
     assert said.reason.startswith("wrong labels: the model differs from")
 
@@ -416,7 +416,7 @@ def left_out(selector: salience.Selector) -> np.ndarray:
 def test_a_real_run_on_noisy_labels_leaves_out_mostly_wrong_ones():
     x, y, bad = problem(4000, 0.3)
     out = left_out(trained(x, y, 4))
-    assert out.sum() > 100
+    assert out.sum() > 400
     assert bad[out].mean() > 0.85
 
 

@@ -147,15 +147,10 @@ def _still(found: Evidence, course: Course) -> tuple[str, str, bool]:
 
 def rate_of(found: Evidence, course: Course) -> float:
     """Share of wrong labels: S now. Late in a run that learns its labels by heart S falls under the rate; where no label was
-    left out it is at least what it was at 70% of the windows so far.
-
-    While labels are left out, S is too low, since the surest predictions are those of the others; before, it was too high,
-    since the model had learnt less. The rate is then the geometric mean of both.
-    """
-    start = _left_out_since(course)
-    if start < len(course):
-        return float(np.sqrt(found.rate * max(found.rate, course[start - 1][1]))) if start else found.rate
-    return found.rate if len(course) < 4 else max(found.rate, course[int(0.7 * len(course))][1])
+    left out it is at least what it was at 70% of the windows so far."""
+    if len(course) < 4 or course[-1][3] > 0:
+        return found.rate
+    return max(found.rate, course[int(0.7 * len(course))][1])
 
 
 def certainty(label: Labels, vote: Labels, vote_p: npt.NDArray[Any], confidence: npt.NDArray[Any]) -> float:
@@ -181,15 +176,10 @@ def fall(course: Course) -> tuple[float, float]:
 
 def since_left_out(course: Course) -> tuple[float, float]:
     """The same over the windows since labels are left out, without the first: sampling changes there, and S jumps."""
-    return _slope(course[_left_out_since(course) + 1 :])
-
-
-def _left_out_since(course: Course) -> int:
-    """The first of the windows up to now that all left labels out; their number where the last one did not."""
     start = len(course)
     while start > 0 and course[start - 1][3] > 0:
         start -= 1
-    return start
+    return _slope(course[start + 1 :])
 
 
 def _slope(rows: Course) -> tuple[float, float]:
@@ -226,7 +216,7 @@ def spared_classes(label: Labels, guess: Labels, suspect: Bools) -> Bools:
 
 
 @card(needs=("margin",), exact=False)
-def noise(view: View, *, start: float = 0.3, over: float = 0.9, revisit: int = 3, weight: float = 0.0) -> Verdict:
+def noise(view: View, *, start: float = 0.3, over: float = 0.8, revisit: int = 3, weight: float = 0.0) -> Verdict:
     """Leaves out samples whose label the training history contradicts, and looks at them again every few windows.
 
     Where it cannot be told whether there are wrong labels, nothing is left out, and samplers draw at random. From `start` of
