@@ -8,7 +8,7 @@ Regimes on two cores, thirty short windows each. The accelerator is a pause, exc
 - compute: a real network on one core; nothing exact helps. By hand: nothing.
 - compute_lossy: the same with auto="lossy". By hand: select="default".
 
-Arms (plain, by hand, auto, and auto with policy="bandit", its memory empty) take turns, window by window, in one process, so
+Arms (plain, by hand, auto, and auto with policy="bandit") take turns, window by window, in one process, so
 that a slow minute of the machine hits all of them.
 auto_vs_best = seconds of auto, its probes and trials included, over those of the setting by hand. auto_vs_plain = the same
 over plain, for `compute`, where best_vs_plain compares plain with itself: how much the machine's other work blurs.

@@ -45,8 +45,8 @@ import salience
 from salience import Stage, Treat
 from salience.app.glyphs import render
 from salience.app.models import build
-from salience.select.pilot import student
 from salience.select.ranks import rank_normalise
+from salience.stats import t_quantile
 from salience.treat.levels import Shelf, reuse_factor, shelve
 
 BATCH, WORKERS = 32, 2
@@ -402,7 +402,7 @@ def accuracy(path: str, seeds: int, epochs: int, device: str) -> dict[str, Any]:
 def paired(ours: list[float], theirs: list[float]) -> tuple[float, list[float]]:
     """Mean difference and its 95% interval."""
     gaps = np.array(ours) - np.array(theirs)
-    half = student(len(gaps) - 1, 0.95) * gaps.std(ddof=1) / np.sqrt(len(gaps)) if len(gaps) > 1 else float("nan")
+    half = t_quantile(0.95, len(gaps) - 1) * gaps.std(ddof=1) / np.sqrt(len(gaps)) if len(gaps) > 1 else float("nan")
     return round(float(gaps.mean()), 3), [round(float(gaps.mean() + sign * half), 3) for sign in (-1, 1)]
 
 

@@ -33,6 +33,7 @@ from cifar import Data, Spec, condition, load, train
 from salience.app.glyphs import render
 from salience.config import Fetching, SelectConfig, Use
 from salience.select import preset
+from salience.stats import t_quantile
 
 PRESETS = {"infobatch": 20, "kakurenbo": 19, "seta": 17, "el2n": 24, "forgetting": 24, "epsilon_greedy": 24, "ucb": 24}
 """Published rules and the epochs that bring each near the default's visits."""
@@ -185,10 +186,10 @@ def write(row: dict[str, Any], store: Path) -> None:
 
 
 def mean_interval(values: list[float]) -> tuple[float, float]:
-    """Mean and half-width of its 95% interval (Student's t, from 11 values on that of 11; 0 for one value)."""
+    """Mean and half-width of its 95% interval (Student's t; 0 for one value)."""
     a = np.asarray(values)
-    t = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}.get(len(a), 2.23)
-    return float(a.mean()), float(t * a.std(ddof=1) / np.sqrt(len(a))) if len(a) > 1 else 0.0
+    half = t_quantile(0.95, len(a) - 1) * a.std(ddof=1) / np.sqrt(len(a)) if len(a) > 1 else 0.0
+    return float(a.mean()), float(half)
 
 
 def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def work(rank: int, port: int, out: str, select: str | None, mode: str) -> None:
         state = loader.state_dict()
         np.savez(
             f"{out}/{rank}.npz", batches=np.array(len(seen)), ids=np.concatenate(seen), weight=model.weight.detach().numpy(),
-            plans=np.concatenate(windows), state_seen=state["ledger"]["seen"].numpy(),
+            plans=np.concatenate(windows), state_seen=state["parts"]["recording"]["ledger"]["seen"].numpy(),
             steps=np.array(loader.total_steps or -1),
             **{f"ledger_{name}": loader.ledger[name] for name in ("mean_loss", "seen", "trained", "label", "margin")},
         )  # fmt: skip

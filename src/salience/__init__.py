@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         Misattributed,
         MissingExtra,
         PluginError,
+        RankError,
         SalienceError,
         StateError,
         StoreError,
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from salience.loader import Loader
     from salience.plan import Plan, Trace
     from salience.schedule import ProgressLR
-    from salience.select.pilot import pilot
     from salience.selector import Selector
     from salience.treat import Stage, Treat
 
@@ -41,6 +41,7 @@ __all__ = [
     "Plan",
     "PluginError",
     "ProgressLR",
+    "RankError",
     "SalienceError",
     "SelectConfig",
     "Selector",
@@ -52,7 +53,6 @@ __all__ = [
     "Treat",
     "Use",
     "__version__",
-    "pilot",
 ]
 
 _HOMES = {
@@ -67,6 +67,7 @@ _HOMES = {
     "Plan": "salience.plan",
     "PluginError": "salience.errors",
     "ProgressLR": "salience.schedule",
+    "RankError": "salience.errors",
     "SalienceError": "salience.errors",
     "SelectConfig": "salience.config",
     "Selector": "salience.selector",
@@ -77,7 +78,6 @@ _HOMES = {
     "Trace": "salience.plan",
     "Treat": "salience.treat",
     "Use": "salience.config",
-    "pilot": "salience.select.pilot",
 }
 """Where each public name lives. It is imported when it is first asked for: `salience --help` does not wait for torch."""
 

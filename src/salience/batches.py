@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, Subset, get_worker_info
 
-from salience.plan import Shard
 from salience.treat.dataset import Staged, Treatment
 
 
@@ -53,36 +52,38 @@ class Tagged(NamedTuple):
 
 
 class Orders:
-    """The batch sampler of the DataLoader inside: the batches of the current shard that were not delivered yet.
+    """The batch sampler of the DataLoader inside.
 
-    PyTorch may call iter() on it at any time and more than once; each call starts from the same list.
+    PyTorch may call iter() on it at any time and more than once; each iterator goes on with the window it began with.
     """
 
     def __init__(self) -> None:
-        self.shard: Shard | None = None
-        self.done: frozenset[int] = frozenset()
-        self.first_ticket: int | None = None
-        self.treatment: Callable[[slice], Treatment] | None = None
+        self._make: Callable[[int], Order] | None = None
+        self._count = 0
 
-    def set(
-        self,
-        shard: Shard,
-        done: set[int],
-        first_ticket: int | None = None,
-        treatment: Callable[[slice], Treatment] | None = None,
-    ) -> None:
-        self.shard, self.done, self.first_ticket, self.treatment = shard, frozenset(done), first_ticket, treatment
+    def set(self, make: Callable[[int], Order], count: int) -> None:
+        """The next iterator goes through make(0) to make(count - 1)."""
+        self._make, self._count = make, count
 
     def __iter__(self) -> Iterator[Order]:
-        if self.shard is not None:
-            wanted = (number for number in range(len(self.shard)) if number not in self.done)
-            for place, number in enumerate(wanted):
-                ticket = -1 if self.first_ticket is None else self.first_ticket + place
-                treatment = None if self.treatment is None else self.treatment(self.shard.span(number))
-                yield Order(number, self.shard.ids(number), ticket, treatment)
+        return iter(()) if self._make is None else map(self._make, range(self._count))
 
     def __len__(self) -> int:
-        return 0 if self.shard is None else len(self.shard) - len(self.done)
+        return self._count
+
+
+class WorkerInit:
+    """Runs in each worker before its first batch: `get_worker_info().dataset` is the user's, then the user's own function."""
+
+    def __init__(self, dataset: Any, then: Callable[[int], Any] | None) -> None:
+        self._dataset, self._then = dataset, then
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        if info is not None:  # frozen, and would name the wrapper inside
+            object.__setattr__(info, "dataset", self._dataset)
+        if self._then is not None:
+            self._then(worker)
 
 
 class Tagging(Dataset[Any]):

@@ -8,6 +8,7 @@
     ├── LossError         (ValueError)    what was handed to loss() or pick() does not fit the batch
     │   └── Misattributed                 the losses belong to another batch than the one delivered last
     ├── StateError        (RuntimeError)  a checkpoint, ledger or trace does not fit this run
+    ├── RankError         (RuntimeError)  a rank did not take part in a collective, or was lost
     ├── PluginError       (RuntimeError)  a plug-in is unknown, doubled, or broke its contract
     └── MissingExtra      (ImportError)   an optional dependency is needed and not installed
 
@@ -51,6 +52,10 @@ class Misattributed(LossError):
 
 class StateError(SalienceError, RuntimeError):
     """Saved state does not belong to this run, or is damaged."""
+
+
+class RankError(SalienceError, RuntimeError):
+    """A rank did not take part in a collective in time, or was lost."""
 
 
 class PluginError(SalienceError, RuntimeError):

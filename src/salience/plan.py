@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from salience.errors import ConfigError, StateError
-from salience.ledger.files import read_npz, write_npz
+from salience.files import read_npz, write_npz
 
 FORMAT = "salience-plan-1"
 FRESH, STORED, REUSED = range(3)

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
+from salience.door import Door, Parts
 from salience.events import EventLog
 from salience.ledger import Ledger
+from salience.plan import Shard
 from salience.report.sinks import Sink
-from salience.run import Run, Select
+from salience.run.part import Batch
+from salience.run.selection import Select
 from salience.select.reference import Opinion
 from salience.select.steering import Paths
 
 
-class Selector(Run):
+class Selector(Door):
     """Yields `(ids, weights)` on `device` for each batch of a window; `loss`, `pick`, `progress` as in `Loader`.
 
         selector = salience.Selector(len(x), batch_size=512, epochs=24, select="default", device="cuda")
@@ -40,6 +44,7 @@ class Selector(Run):
         labels: npt.ArrayLike | None = None,
         device: torch.device | str = "cpu",
         drop_last: bool = False,
+        window: int | str | None = None,
         generator: torch.Generator | None = None,
         ledger: Ledger | str | Path | None = None,
         reference: Opinion | Sequence[Opinion] | None = None,
@@ -50,22 +55,35 @@ class Selector(Run):
         sinks: Sequence[str | Sink] = (),
         strict: bool = False,
     ) -> None:
-        super().__init__(
-            n, batch_size=batch_size, epochs=epochs, select=select, seed=seed, drop_last=drop_last, generator=generator,
-            ledger=ledger, reference=reference, baseline=baseline, embeddings=embeddings, trace=trace, log=log, sinks=sinks,
-            strict=strict,
+        parts = Parts(
+            n, batch_size=batch_size, epochs=epochs, select=select, seed=seed, drop_last=drop_last, window=window,
+            generator=generator, ledger=ledger, reference=reference, baseline=baseline, embeddings=embeddings, trace=trace,
+            log=log, sinks=sinks, strict=strict,
         )  # fmt: skip
-        self.device = torch.device(device)
         if labels is not None:
-            self._ledger.set_labels(labels)
+            parts.recording.ledger.set_labels(labels)
+        self.device = torch.device(device)
+        super().__init__(parts.run(), IdSource(self.device))
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        shard = self._open_window()
-        ids = torch.from_numpy(shard.plan.ids.copy()).to(self.device)
-        weights = torch.from_numpy(shard.plan.weights.copy()).to(self.device)
+
+class IdSource:
+    """Ids and weights on a device."""
+
+    has_workers = keeps_workers = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def start(self, shard: Shard, done: frozenset[int]) -> Iterator[Batch]:
+        """The batches of `shard` but for those in `done`."""
+        ids = torch.from_numpy(shard.plan.ids.copy()).to(self._device)
+        weights = torch.from_numpy(shard.plan.weights.copy()).to(self._device)
         for number in range(len(shard)):
-            if number not in self._delivered:
+            if number not in done:
                 span = shard.span(number)
-                self._deliver(number, shard.ids(number))
-                yield ids[span], weights[span]
-        self._close_window()
+                yield Batch(shard.plan.window, number, shard.ids(number), content=(ids[span], weights[span]))
+
+    def peek(self, order: npt.NDArray[np.int64], size: int) -> Iterator[Any]:
+        """Batches of `size` of these ids, which do not count."""
+        for ids in torch.from_numpy(order).to(self._device).split(size):
+            yield ids, torch.ones(len(ids), device=self._device)

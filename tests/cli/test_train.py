@@ -119,9 +119,9 @@ def test_what_pack_wrote_is_trained_on_with_a_cache_and_kept_images(capsys: pyte
     assert main(given) == 0
     said = capsys.readouterr().out
     assert "44 images of 4 classes, tested on 4" in said
-    (feed, *_, treat) = [event for event in events.read("out/run.jsonl") if event["kind"] in ("feed", "treat")]
-    assert feed["cache"]
-    assert treat["treatment"] == "reuse"
+    last = {event["kind"]: event for event in events.read("out/run.jsonl")}
+    assert last["feed"]["cache"]
+    assert last["treat"]["treatment"] == "reuse"
     before = parameters()
     assert main([*given, "--out", "fresh", "--cache", "", "--treat", ""]) == 0
     assert same(parameters("fresh"), before)  # what is kept are decoded images: crops and flips are drawn anew
@@ -184,8 +184,8 @@ def test_a_killed_run_ends_with_the_parameters_of_one_never_stopped(place: Path,
     # The first epoch has six batches, or five whole ones.
     killed = salience(*given, cwd=place, END_BY="SIGKILL:8" if select else "SIGKILL:9")
     assert killed.returncode == -signal.SIGKILL
-    left = checkpoint.read(Path("out/last.pt"))["loader"]
-    assert (left["epoch"], left["delivered"]) == (1, [0, 1])
+    left = checkpoint.read(Path("out/last.pt"))["loader"]["course"]
+    assert (left["window"], left["delivered"]) == (1, [0, 1])
     assert main(["train", "--resume", "--out", "out", "--model", "ending:Model"]) == 0
     assert main([*given, "--out", "whole"]) == 0
     assert same(parameters("out"), parameters("whole"))

@@ -137,7 +137,7 @@ def test_a_resumed_run_goes_on_with_its_settings_and_batches(problem, tmp_path, 
     state = first.state_dict()
     resumed = make()
     resumed.load_state_dict(state)
-    assert resumed._settings == first._settings
+    assert resumed._run.deciding.settings == first._run.deciding.settings
     assert same(begun + go(resumed, 12), whole)
     with pytest.raises(StateError, match="auto"):
         salience.Loader(problem, 30, epochs=12).load_state_dict(state)
@@ -195,8 +195,8 @@ def test_lossy_levers_need_a_baseline_or_leave(problem, tmp_path):
     assert not Auto(True, None, epochs=3).lossy
     assert Auto("lossy", None, epochs=3).lossy
     assert Auto(True, tmp_path, epochs=3).lossy
-    assert salience.Loader(problem, 10, epochs=3, auto=True)._offered is None
-    assert salience.Loader(problem, 10, epochs=3, auto=True, baseline=tmp_path)._offered is not None
+    assert salience.Loader(problem, 10, epochs=3, auto=True)._run.planning._offered is None
+    assert salience.Loader(problem, 10, epochs=3, auto=True, baseline=tmp_path)._run.planning._offered is not None
 
 
 def test_a_lossy_lever_is_rolled_back_when_the_metric_leaves_the_baselines_band(tmp_path):

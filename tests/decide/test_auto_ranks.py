@@ -33,7 +33,7 @@ def work(rank: int, port: int, out: str) -> None:
                 time.sleep(0.001 * (1 + rank))  # they would measure different times
                 loader.loss(x)
                 assert len(ids) == len(x)
-            used.append(astuple(loader._settings))
+            used.append(astuple(loader._run.deciding.settings))
             plans.append(loader.plan.ids)
         np.savez(f"{out}/{rank}.npz", used=np.array(used), plans=np.concatenate(plans))
     finally:

@@ -34,10 +34,10 @@ def test_over_a_network_the_cache_is_on_from_the_first_window(tmp_path: Path, po
             [tried] = [e for e in events if e["kind"] == "decision" and e["action"] == "try" and "cache" in e["lever"]]
             assert tried["window"] == 1
             assert "filled it" in tried["reason"]
-        assert loader(auto=True, cache=5000)._settings.cache == 5000  # what was given stays
+        assert loader(auto=True, cache=5000)._run.deciding.settings.cache == 5000  # what was given stays
         assert same(go(loader(auto=log), 5), plain)
 
 
 def test_from_a_folder_it_is_not(tmp_path: Path):
     source = salience.Source(on_disk(tmp_path, objects()))
-    assert salience.Loader(source, 6, epochs=5, decode=torch.tensor, auto=True)._settings.cache == 0
+    assert salience.Loader(source, 6, epochs=5, decode=torch.tensor, auto=True)._run.deciding.settings.cache == 0

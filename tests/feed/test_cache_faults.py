@@ -372,7 +372,7 @@ def rank_work(rank: int, meet: Path, url: str, index: Any, out: Any) -> None:
         loader = fresh(cache=share_of(source, 0.25))
         loader.probe = Probe(first=2, depth=4, timed=4) if rank == 0 else None  # it holds batches back, the other waits
         seen = window(loader, dict.fromkeys(range(1, 16), dist.barrier))
-        counts, processes = loader._feed.counts(), len(feeders())
+        counts, processes = loader._run.feeding.feed.counts(), len(feeders())
         dist.barrier()
         seen += window(loader, {6: lambda: states.append(loader.state_dict())})
         again = load(fresh(cache=share_of(source, 0.25)), states[0])

@@ -360,7 +360,7 @@ def test_a_run_with_broken_samples_resumes_exactly(shard_folder):
     resumed.load_state_dict(state)
     again = [value for _ in range(resumed.epoch, 3) for value in losses_of(resumed, model)]
     assert again == values[5:]
-    assert sorted(resumed.state_dict()["broken"]["ids"]) == [11, 40]
+    assert sorted(resumed.state_dict()["parts"]["feeding"]["broken"]["ids"]) == [11, 40]
 
 
 def test_threads_share_a_reader(shard_folder):

@@ -13,7 +13,7 @@ import pytest
 from server import Faults, Server
 
 from salience.errors import ConfigError, DataError, MissingExtra, SalienceError, StoreError
-from salience.feed import Source, apart
+from salience.feed import Source, isolated
 from salience.feed.stores import LocalStore, open_store, shown
 
 SECRET = "hunter2-not-for-anyone"
@@ -67,7 +67,7 @@ def test_http_objects_are_asked_for_size_and_content():
         store = open_store(server.url + "/x")
         assert store.sizes(["a.bin", "b.bin"]) == [5, None]
         assert (store.get("a.bin"), store.get("b.bin")) == (b"12345", None)
-        assert apart._user != os.getpid()  # so that workers can still be forked
+        assert isolated._user != os.getpid()  # so that workers can still be forked
         with pytest.raises(StoreError, match=r"cannot be listed.*salience pack"):
             store.list()
 

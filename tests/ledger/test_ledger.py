@@ -8,7 +8,8 @@ import pytest
 from salience.errors import ConfigError, Misattributed, StateError
 from salience.ledger import Ledger, bytes_per_sample, load, merge, save
 from salience.ledger.columns import vote_bytes_per_sample
-from salience.ledger.ledger import SMOOTHING
+from salience.ledger.ledger import SMOOTHING, block_bytes
+from salience.memory import Memory
 
 
 def rows(*losses: float) -> dict[str, np.ndarray]:
@@ -121,8 +122,9 @@ def test_a_ledger_of_another_length_is_refused():
         Ledger(0)
 
 
-def test_processes_of_a_node_see_one_ledger(tmp_path):
-    first = Ledger.shared(10, tmp_path / "shared", create=True)
-    second = Ledger.shared(10, tmp_path / "shared", create=False)
+def test_processes_of_a_node_see_one_ledger():
+    memory = Memory(block_bytes(10))
+    first = Ledger(10, memory=memory.buffer)
+    second = Ledger(10, memory=Memory.open(memory.token).buffer, fresh=False)
     first.record(ids(3), rows(1.5), window=0)
     assert second.last_loss[3] == 1.5

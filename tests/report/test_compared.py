@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from runs import long_log
 
-from salience.report.compared import against, arms_of, compare, interval, rows, sentences
+from salience.report.compared import against, arms_of, compare, rows, sentences
 from salience.report.log import read_log
 from salience.report.story import Evaluation, Story
 from salience.report.telling import tell
@@ -31,14 +31,6 @@ def arms(
     one = [variant(story, f"all-{s}", seed=s, metric=m, seconds=seconds[0] + s / 100) for s, m in enumerate(first)]
     two = [variant(story, f"less-{s}", seed=s, metric=m, seconds=seconds[1], share=0.4) for s, m in enumerate(second)]
     return [*one, *two]
-
-
-def test_the_interval_is_students():
-    found = interval([1.0, 2.0, 3.0])
-    assert found is not None
-    assert (found.mean, found.low, found.high) == pytest.approx((2, 2 - 2.4841, 2 + 2.4841), abs=2e-3)
-    assert interval([]) is None
-    assert interval([1.0]).low is None
 
 
 def test_runs_that_differ_in_the_seed_alone_are_one_arm_with_the_name_they_share(story):

@@ -230,7 +230,7 @@ def test_features_of_the_model_in_training_find_them_and_resume_remembers():
     )
     again.load_state_dict(state)
     assert (again.copies.group >= 0).any()
-    kept = again._copies.embeddings
+    kept = again._run.copying.search.embeddings
     assert kept.typical_visits > 3
     assert kept.weight > 0
 

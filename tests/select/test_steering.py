@@ -154,7 +154,9 @@ def test_a_resumed_run_is_steered_as_if_it_never_stopped(tmp_path, stop):
     whole, _ = train(metrics, baseline)
     first, stopped = train(metrics, baseline, stop=stop)
     state = stopped.state_dict()
-    assert json.loads(json.dumps(state["steering"])) == state["steering"]  # plain numbers
+    assert (
+        json.loads(json.dumps(state["parts"]["planning"]["steering"])) == state["parts"]["planning"]["steering"]
+    )  # plain numbers
     second, _ = train(metrics, baseline, state=state)
     assert first + second == whole
 

@@ -175,7 +175,7 @@ def test_a_step_without_backward_leaves_nothing_and_moves_nothing():
     skipped, trained, held = [], [], []
     for number, (ids, (x, y)) in enumerate(loader):
         losses = losses_of(model, x, y)
-        held.append(weakref.ref(loader._attached._step))
+        held.append(weakref.ref(loader._run.sensing.attached._step))
         loss = loader.loss(losses)
         if number == 1:
             skipped = ids.tolist()
@@ -468,8 +468,8 @@ def test_no_step_waits_for_the_device(select):
     for _, x, y in zip(loader, *batches, strict=True):
         with NoReading():
             loader.loss(losses_of(model, x, y)).backward()
-            loader._attached.take_features()
-            loader._take_signals()
+            loader._run.sensing.attached.take_features()
+            loader._run.sensing.take()
     assert np.isfinite(loader.ledger.grad_norm).any()
     with pytest.raises(AssertionError), NoReading():
         torch.ones(1).item()

@@ -71,7 +71,7 @@ def test_they_reach_the_samples_they_belong_to():
     for x, y in loader:
         loader.loss(F.cross_entropy(model(x), y, reduction="none")).backward()
     assert np.isnan(loader.ledger.grad_norm).all(), "norms were not asked for"
-    kept = loader._copies.embeddings
+    kept = loader._run.copying.search.embeddings
     torch.testing.assert_close(
         torch.from_numpy(kept.mean).float(), features_of(model[:2](data[:][0])), atol=1e-3, rtol=0
     )

@@ -61,7 +61,7 @@ def test_the_reference_is_the_loss_the_proxy_had_when_it_met_the_sample(problem)
         losses.mean().backward()
         optimizer.step()
     loader.summary()
-    np.testing.assert_array_equal(loader._opinion().loss, wanted)
+    np.testing.assert_array_equal(loader._run.sensing.reference.loss, wanted)
     for mine, other in zip(proxy.parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine, other)
 
@@ -84,7 +84,7 @@ def test_rules_that_ask_another_model_ask_the_proxy(problem, name):
     steps(loader, model, epochs=2)
     x, y = problem.tensors
     theirs = F.cross_entropy(small()(x), y, reduction="none").detach().numpy()  # at rate 0 the proxy stands still
-    np.testing.assert_allclose(loader._opinion().loss, theirs, rtol=1e-5)
+    np.testing.assert_allclose(loader._run.sensing.reference.loss, theirs, rtol=1e-5)
     score = loader.ledger.last_loss - theirs if name == "rho" else theirs
     next(iter(loader))
     if name == "fine_pruning":
@@ -125,7 +125,7 @@ def test_a_resumed_run_has_the_proxy_of_one_that_never_stopped(problem, tmp_path
 
     (whole, proxy), (resumed, again) = run(), run(run(stop=stop))
     assert torch.equal(again.weight, proxy.weight)
-    np.testing.assert_array_equal(resumed._opinion().loss, whole._opinion().loss)
+    np.testing.assert_array_equal(resumed._run.sensing.reference.loss, whole._run.sensing.reference.loss)
     np.testing.assert_array_equal(resumed.plan.ids, whole.plan.ids)
 
 
@@ -136,7 +136,10 @@ def test_a_resumed_run_without_its_proxy_is_told_to_attach_it(problem):
     state = loader.state_dict()
     resumed = salience.Loader(problem, 50, epochs=EPOCHS)
     resumed.load_state_dict(state)
-    assert torch.equal(resumed.state_dict()["proxy"]["model"]["weight"], state["proxy"]["model"]["weight"])
+    assert torch.equal(
+        resumed.state_dict()["parts"]["sensing"]["proxy"]["model"]["weight"],
+        state["parts"]["sensing"]["proxy"]["model"]["weight"],
+    )
     with pytest.raises(StateError, match=r"attach\(model, proxy="):
         next(iter(resumed))
     with pytest.raises(StateError, match="another one"):
@@ -155,7 +158,7 @@ def test_pick_trains_the_proxy_on_the_kept_ones_alone(problem, again):
         loader.loss(F.cross_entropy(logits, y[keep], reduction="none"), logits, y[keep])
         kept += ids[keep].tolist()
     loader.summary()
-    assert sorted(np.flatnonzero(np.isfinite(loader._opinion().loss))) == sorted(kept)
+    assert sorted(np.flatnonzero(np.isfinite(loader._run.sensing.reference.loss))) == sorted(kept)
 
 
 def test_a_loop_that_fetches_ahead_gives_each_batch_its_own_input(problem):
@@ -185,7 +188,7 @@ def test_a_pass_over_the_validation_set_is_not_taken_for_the_batch(problem):
     loader.loss(F.cross_entropy(logits, y, reduction="none"), logits, y)
     wanted = F.cross_entropy(plain(x), y).item()
     loader.summary()
-    assert loader._opinion().loss.mean() == pytest.approx(wanted, rel=1e-5)
+    assert loader._run.sensing.reference.loss.mean() == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -228,8 +231,8 @@ def test_the_hook_goes_with_detach_and_does_nothing_in_a_copy(problem):
     copied = copy.deepcopy(model)
     next(iter(loader))
     copied(torch.zeros(50, 8))
-    assert loader._proxy._given is None
+    assert loader._run.sensing.proxy._given is None
     model(torch.zeros(50, 8))
-    assert loader._proxy._given is not None
+    assert loader._run.sensing.proxy._given is not None
     loader.detach()
     assert not model._forward_pre_hooks

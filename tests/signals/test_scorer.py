@@ -79,7 +79,7 @@ def scored():
     data, model = points(), net()
     loader = salience.Loader(data, B, epochs=4, select=HALF, with_ids=True)
     loader.attach(model, background=True)
-    scorer, history = loader._scorer, []
+    scorer, history = loader._run.sensing.scorer, []
     for _ in range(3):
         weights = None
         for number, (_, (x, y)) in enumerate(loader):
@@ -141,10 +141,10 @@ def test_nothing_is_entered_before_the_next_window(scored):
 
 def test_visits_and_progress_do_not_count_them_and_the_state_says_it_is_on(scored):
     _, loader, _, _, state = scored
-    assert state["background"] is True
+    assert state["parts"]["sensing"]["background"] is True
     assert state["visited"] == 3 * N // 2
     assert loader.visits_expected == 4 * N // 2
-    assert salience.Loader(points(), B).state_dict()["background"] is False
+    assert salience.Loader(points(), B).state_dict()["parts"]["sensing"]["background"] is False
 
 
 def test_without_logits_of_the_run_only_losses_are_entered():
@@ -153,7 +153,7 @@ def test_without_logits_of_the_run_only_losses_are_entered():
     loader.attach(model, background="cpu")
     for number, (x, y) in enumerate(loader):
         if number == 0:
-            wait(loader._scorer, 15)
+            wait(loader._run.sensing.scorer, 15)
         step(loader, model, x, y, logits=False)
     next(iter(loader))
     assert np.isfinite(loader.ledger.last_loss).sum() == 75
@@ -170,8 +170,8 @@ def test_a_scorer_that_is_killed_is_missed_once_and_training_goes_on():
         for x, y in loader:
             batches += 1
             if batches == 2:
-                process = loader._scorer.process
-                wait(loader._scorer, 1)
+                process = loader._run.sensing.scorer.process
+                wait(loader._run.sensing.scorer, 1)
                 os.kill(process.pid, signal.SIGKILL)
                 process.join()
             step(loader, model, x, y)
@@ -284,8 +284,8 @@ if __name__ == "__main__" or {unguarded}:
     for epoch in range(2):
         for x, y in loader:
             loader.loss(F.cross_entropy(model(x), y, reduction="none"))
-        if {unguarded} and loader._scorer is not None:
-            loader._scorer.process.join()
+        if {unguarded} and loader._run.sensing.scorer is not None:
+            loader._run.sensing.scorer.process.join()
     print("trained")
 """
 

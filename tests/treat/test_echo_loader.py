@@ -101,7 +101,7 @@ def test_a_sample_counts_once_in_the_weights_and_in_the_ledger():
     np.testing.assert_allclose(weights[ids], N / len(ids), rtol=0.05)
     assert loader.plan.weights.mean() == pytest.approx(1, abs=1e-3)
     assert (loader.ledger.seen[ids] <= 3).all()
-    counts = loader._treating.counts
+    counts = loader._run.staging.treating.counts
     assert loader.ledger.seen.sum() == counts["fresh"] + counts["stored"] == counts["visits"] - counts["reused"]
 
 
@@ -158,8 +158,8 @@ def test_auto_echoes_where_reading_is_the_bottleneck_and_nothing_else(read, step
     for _ in loader:
         time.sleep(step)
     next(iter(loader))
-    assert loader._treating.kind == kind
-    assert (loader._treating.views > 1) == (kind == "echo")
+    assert loader._run.staging.treating.kind == kind
+    assert (loader._run.staging.treating.views > 1) == (kind == "echo")
 
 
 def test_near_copies_that_were_left_out_give_their_views_to_the_one_that_is_visited():

@@ -106,7 +106,7 @@ def test_the_number_of_workers_changes_no_tensor_and_windows_differ(given):
 def test_reuse_of_what_is_deterministic_changes_no_tensor(given):
     fresh, _ = run(given, None)
     again, loader = run(given, Treat("reuse", split=1), num_workers=1)
-    counts = loader._treating.counts
+    counts = loader._run.staging.treating.counts
     assert counts["reused"] > N
     assert counts["unfit"] == counts["missed"] == 0
     assert torch.equal(fresh, again)
@@ -114,8 +114,8 @@ def test_reuse_of_what_is_deterministic_changes_no_tensor(given):
 
 def test_frozen_draws_are_kept_and_those_behind_them_are_not(given):
     taken, loader = run(given, Treat("reuse", split=2), num_workers=1)
-    assert loader._treating.counts["reused"] > N
-    assert len(loader._treating.frozen) == 1
+    assert loader._run.staging.treating.counts["reused"] > N
+    assert len(loader._run.staging.treating.frozen) == 1
     assert len({x.numpy().tobytes() for x in taken}) == len(taken), "two batches were alike"
 
 

@@ -116,7 +116,7 @@ def test_a_run_that_was_resumed_gives_the_same_tensors_without_the_memory():
     second.load_state_dict(state)
     tail = run(second, 3)
     assert_same(whole, [*head, {**stopped, **tail[0]}, *tail[1:]])
-    assert second._treating.counts["missed"] > 0
+    assert second._run.staging.treating.counts["missed"] > 0
 
 
 def test_a_state_of_other_stages_is_refused():
@@ -136,7 +136,7 @@ def test_spawned_workers_give_the_same_tensors():
 def test_intermediates_survive_workers_that_end_with_each_window():
     loader = loader_of(num_workers=2)
     run(loader, 5)
-    counts = loader._treating.counts
+    counts = loader._run.staging.treating.counts
     assert counts["reused"] > N
     assert counts["missed"] == counts["unfit"] == 0
     assert counts["visits"] == 5 * N == counts["fresh"] + counts["stored"] + counts["reused"]
@@ -158,8 +158,8 @@ def test_important_samples_are_made_fresh_more_often():
 def test_reuse_with_selection_on():
     loader = salience.Loader(Rows(), 10, epochs=8, augment=PLAIN, treat=REUSE, select="infobatch", seed=5)
     run(loader, 6, torch.arange(N).float())
-    assert loader._treating.counts["reused"] > 0
-    assert loader._treating.counts["missed"] == 0
+    assert loader._run.staging.treating.counts["reused"] > 0
+    assert loader._run.staging.treating.counts["missed"] == 0
 
 
 def test_a_recorded_trace_is_replayed_with_its_levels(tmp_path):
@@ -303,8 +303,8 @@ def slow(x: Tensor) -> Tensor:
 def test_what_costs_most_is_kept_where_nothing_else_is_said():
     loader = loader_of([Stage(slow, random=False), jitter], "reuse")
     run(loader, 2)
-    assert loader._treating.split.stages == 1
-    assert loader._treating.saved > 0
+    assert loader._run.staging.treating.split.stages == 1
+    assert loader._run.staging.treating.saved > 0
 
 
 def ragged(x: Tensor) -> Tensor:
@@ -351,8 +351,8 @@ def test_options_out_of_range_are_said():
 def test_little_memory_keeps_few_and_none_keeps_nothing(caplog):
     loader = loader_of(treat=Treat("reuse", memory=4096, split=1))
     run(loader, 4)
-    slots = loader._treating.split.slots
+    slots = loader._run.staging.treating.split.slots
     assert 1 <= slots < N
-    assert 0 < loader._treating.counts["reused"] <= 3 * slots
+    assert 0 < loader._run.staging.treating.counts["reused"] <= 3 * slots
     run(loader_of(treat=Treat("reuse", memory=10)), 1)
     assert "no intermediate fits" in caplog.text

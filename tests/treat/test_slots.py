@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from salience.memory import Memory
 from salience.treat.slots import Slots, stored_bytes
 
 VALUES = [
@@ -39,7 +40,7 @@ def same(a, b) -> bool:
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_what_was_put_is_got_and_may_be_changed(value):
     size = stored_bytes(value)
-    slots = Slots(3 * size)
+    slots = Slots(Memory(3 * size))
     assert slots.put(2, size, 11, 5, value)
     assert same(slots.get(2, size, 11, 5)[0], value)
     got = slots.get(2, size, 11, 5)[0]
@@ -51,13 +52,13 @@ def test_what_was_put_is_got_and_may_be_changed(value):
 def test_an_image_keeps_what_its_file_said_of_it():
     image = Image.new("RGB", (4, 4))
     image.info["dpi"] = (72, 72)
-    slots = Slots(4096)
+    slots = Slots(Memory(4096))
     assert slots.put(0, stored_bytes(image), 0, 0, image)
     assert slots.get(0, stored_bytes(image), 0, 0)[0].info == {"dpi": (72, 72)}
 
 
 def test_another_sample_another_window_or_an_empty_slot_gives_nothing():
-    slots = Slots(4096)
+    slots = Slots(Memory(4096))
     slots.put(0, 1024, 3, 1, b"three")
     assert slots.get(0, 1024, 4, 1) is None
     assert slots.get(0, 1024, 3, 2) is None
@@ -65,7 +66,7 @@ def test_another_sample_another_window_or_an_empty_slot_gives_nothing():
 
 
 def test_what_does_not_fit_or_cannot_be_taken_apart_is_not_kept():
-    slots = Slots(4096)
+    slots = Slots(Memory(4096))
     value = np.zeros(100, np.uint8)
     assert not slots.put(0, stored_bytes(value) - 1, 0, 0, value)
     assert not slots.put(0, 4096, 0, 0, lambda: None)
@@ -78,7 +79,7 @@ def _write(slots: Slots, k: int) -> None:
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_other_processes_write_what_this_one_reads_after_they_ended(method):
-    slots = Slots(4096)
+    slots = Slots(Memory(4096))
     context = multiprocessing.get_context(method)
     workers = [context.Process(target=_write, args=(slots, k)) for k in range(1 if method == "spawn" else 3)]
     for worker in workers:

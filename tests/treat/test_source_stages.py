@@ -67,11 +67,11 @@ def test_a_source_gives_the_same_tensors_with_reuse_and_a_cache(tmp_path, more):
 def test_decode_is_the_first_stage_and_reused_samples_are_not_read_again(tmp_path):
     loader = loader_of(fill(tmp_path))
     run(loader, 5)
-    treating = loader._treating
+    treating = loader._run.staging.treating
     assert treating.split.stages == 1
     reused = treating.counts["reused"]
     assert reused > N
-    assert loader._source.stats.samples == 5 * N - reused + 8  # eight for the rehearsal
+    assert loader._run.feeding.source.stats.samples == 5 * N - reused + 8  # eight for the rehearsal
     assert "Intermediates lie after decode" in loader.report()
 
 
@@ -80,9 +80,9 @@ def test_decode_is_the_first_stage_and_reused_samples_are_not_read_again(tmp_pat
 def test_a_cache_reads_only_what_is_not_reused(tmp_path, treat, workers):
     loader = loader_of(fill(tmp_path), treat, batch=4, cache="1MiB", num_workers=workers)
     run(loader, 5)
-    reused = loader._treating.counts["reused"]
+    reused = loader._run.staging.treating.counts["reused"]
     assert reused > N
-    assert loader._feed.counts()["samples"] == 5 * N - reused
+    assert loader._run.feeding.feed.counts()["samples"] == 5 * N - reused
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -90,9 +90,9 @@ def test_an_intermediate_that_is_gone_is_made_again_beside_the_cache(tmp_path, w
     url = fill(tmp_path)
     loader = loader_of(url, cache="1MiB", num_workers=workers)
     got = run(loader, 1)
-    loader._treating.staged.slots._data[:] = 0
+    loader._run.staging.treating.staged.slots._data[:] = 0
     got += run(loader, 1)
-    assert loader._treating.counts["missed"] == (loader.plan.level == 2).sum() > 0
+    assert loader._run.staging.treating.counts["missed"] == (loader.plan.level == 2).sum() > 0
     for (a, b), (c, d) in zip(run(loader_of(url, None), 2), got, strict=True):
         assert torch.equal(a, c)
         assert torch.equal(b, d)
@@ -131,7 +131,7 @@ def test_samples_that_cannot_be_read_or_decoded_are_stood_in_for(tmp_path):
         loader.loss(losses).backward()
         assert (losses.grad >= 0).all()
         assert set(x[:, 0].long().tolist()) <= {0, 1}
-    assert {source.names[i] for i in loader._broken} == {"ape/03.bin", "cat/04.bin"}
+    assert {source.names[i] for i in loader._run.feeding.broken} == {"ape/03.bin", "cat/04.bin"}
     assert "'cat/04.bin': stage 'decode' failed on it (ValueError: none of ours)" in loader.report()
 
 
@@ -152,7 +152,8 @@ def work(rank: int, port: int, out: str, url: str, kind: str) -> None:
             levels.append(loader.plan.level.copy())
         np.savez(
             f"{out}/{rank}.npz", rows=np.array(rows), levels=np.concatenate(levels),
-            missed=np.array(loader._treating.counts["missed"]), reused=np.array(loader._treating.counts["reused"]),
+            missed=np.array(loader._run.staging.treating.counts["missed"]),
+            reused=np.array(loader._run.staging.treating.counts["reused"]),
         )  # fmt: skip
     except Exception:
         Path(out, f"{rank}.error").write_text(traceback.format_exc())

@@ -27,7 +27,7 @@ import torch
 
 from salience.config import TrainConfig
 from salience.errors import StateError
-from salience.ledger.files import read_npz, write_npz
+from salience.files import atomic, read_npz, write_npz
 
 LAST, PREVIOUS, PART, DAMAGED = "last.pt", "previous.pt", "last.pt.part", "last.pt.damaged"
 LEDGER, LOG, NAMES, COPIES, LOCK = "ledger.npz", "run.jsonl", "names.npz", "copies.npz", "lock"
@@ -79,18 +79,11 @@ def claimed(folder: Path) -> Generator[None]:
 
 def write(folder: Path, state: Mapping[str, Any]) -> None:
     """Make `state` the newest checkpoint. A kill at any moment leaves a whole one: the new, or the one before."""
-    part = folder / PART  # one fixed name, so that what a killed run left is overwritten by the next
     try:
-        with part.open("wb") as file:
+        # One fixed name until it is whole, so that what a killed run left is overwritten by the next.
+        with atomic(folder / LAST, part=folder / PART, previous=folder / PREVIOUS) as file:
             torch.save({"format": FORMAT, **state}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        if (folder / LAST).exists():
-            os.replace(folder / LAST, folder / PREVIOUS)
-        os.replace(part, folder / LAST)
-        _sync_folder(folder)
     except (OSError, RuntimeError) as cause:  # torch says RuntimeError where the disk is full
-        part.unlink(missing_ok=True)
         reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause).partition("\n")[0]
         raise StateError(
             f"No checkpoint could be written to {str(folder)!r}: {reason}. The one before is intact; free some space "
@@ -196,12 +189,3 @@ def read_names(folder: Path, n: int) -> Callable[[int], str] | None:
         return names[offsets[i] : offsets[i + 1]].tobytes().decode(errors="backslashreplace")
 
     return name
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the renames themselves survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -278,7 +278,7 @@ class Training:
             ) from cause
         self.optimizer.load_state_dict(saved["optimizer"])
         self.schedule.load_state_dict(saved["schedule"])
-        self.number = len(saved["loader"]["delivered"])
+        self.number = len(saved["loader"]["course"]["delivered"])
         say(f"Going on at epoch {min(self.loader.epoch + 1, self.config.epochs)}, after {self.number} of its batches.")
 
     def finish(self) -> None:

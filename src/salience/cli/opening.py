@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from salience.errors import ConfigError, StateError
+from salience.files import write_text
 
 if TYPE_CHECKING:
     from salience.ledger import Ledger
@@ -77,12 +77,9 @@ def write_page(text: str, output: str) -> None:
     path = Path(output)
     if path.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"-o {output!r} is to be an HTML file; choose a name that ends in .html.")
-    part = path.with_name(path.name + ".part")
     try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
+        write_text(path, text)
     except OSError as cause:
-        part.unlink(missing_ok=True)
         raise StateError(f"{output!r} cannot be written: {cause.strerror or cause}; choose another -o.") from cause
 
 

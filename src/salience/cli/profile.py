@@ -22,6 +22,7 @@ from typing import Any
 
 from salience.cli.text import subcommand
 from salience.errors import ConfigError, DataError
+from salience.files import write_text
 
 
 def add(commands: Any) -> None:
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     made = Profile.of(costs, cores=os.cpu_count() or 1, losses=steps.losses, usage=usage.samples, missing=usage.missing)
     say(rendered(made))
     if args.json:
-        Path(args.json).write_text(json.dumps(asdict(made), indent=1))
+        write_text(args.json, json.dumps(asdict(made), indent=1))
     if args.log:
         from salience.events import EventLog
         from salience.watch.model import told

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from salience.cli.text import columns, subcommand
 from salience.errors import ConfigError, StateError
+from salience.files import atomic, write_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -206,14 +207,15 @@ def _members(row: dict[str, Any]) -> str:
 def _write_rows(rows: dict[str, list[dict[str, Any]]], path: Path) -> None:
     """All lists in one CSV, `list` saying which; what a row has not stays empty."""
     fields = dict.fromkeys(key for found in rows.values() for row in found for key in row)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, ["list", *fields])
+    writer.writeheader()
+    for name, found in rows.items():
+        for row in found:
+            plain = {k: " ".join(map(str, v)) if isinstance(v, (list, tuple)) else v for k, v in row.items()}
+            writer.writerow({"list": name, **plain})
     try:
-        with path.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, ["list", *fields])
-            writer.writeheader()
-            for name, found in rows.items():
-                for row in found:
-                    plain = {k: " ".join(map(str, v)) if isinstance(v, (list, tuple)) else v for k, v in row.items()}
-                    writer.writerow({"list": name, **plain})
+        write_text(path, text.getvalue())
     except OSError as cause:
         raise _cannot_write(path, cause) from cause
 
@@ -264,17 +266,14 @@ def write_csv(found: Ledger, path: Path) -> None:
     """id and every column, one sample a line; what is not known stays empty. The file appears whole or not at all."""
     columns = {name: found[name] for name in found}
     line = ",".join(["%d", *(_format(column) for column in columns.values())]) + "\n"
-    part = path.with_name(path.name + ".part")
     try:
-        with part.open("w", encoding="ascii", newline="") as file:
-            file.write(",".join(["id", *columns]) + "\n")
+        with atomic(path) as file:
+            file.write((",".join(["id", *columns]) + "\n").encode("ascii"))
             for start in range(0, found.n, CHUNK):
                 lists = [column[start : start + CHUNK].tolist() for column in columns.values()]
                 rows = zip(range(start, min(start + CHUNK, found.n)), *lists, strict=True)
-                file.write("".join([line % row for row in rows]).replace("nan", ""))
-        os.replace(part, path)
+                file.write("".join([line % row for row in rows]).replace("nan", "").encode("ascii"))
     except OSError as cause:
-        part.unlink(missing_ok=True)
         raise _cannot_write(path, cause) from cause
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from salience.decide.bandit import Bandit, Memory
+from salience.decide.bandit import Bandit
 from salience.decide.controller import Controller, Decision, Replay
 from salience.decide.levers import Reach
 from salience.decide.seen import LEAST, Seen, look
@@ -32,10 +32,9 @@ class Auto:
                 "auto needs epochs=: the number of passes you will make, so that trials stay a small share."
             )
         self._epochs = epochs
-        kind, remembers, file = policy.partition(":")
-        if kind not in POLICIES or bool(remembers) != bool(file) or (file and kind != "bandit"):
-            raise ConfigError(f'policy is {policy!r}; it is "heuristic", "bandit" or "bandit:FILE".')
-        self._memory = Memory(Path(file) if file else None) if kind == "bandit" else None
+        if policy not in POLICIES:
+            raise ConfigError(f'policy is {policy!r}; it must be "heuristic" or "bandit".')
+        self._policy = Bandit if policy == "bandit" else Controller
         self._recorded = recorded(what) if isinstance(what, (str, Path)) and what != "lossy" else None
         self._baseline = baseline
         self.lossy = what == "lossy" or baseline is not None
@@ -63,10 +62,7 @@ class Auto:
         histories = read_histories(self._baseline) if self._baseline is not None and decides else ()
         given: dict[str, Any] = {"windows": self._epochs, "batches": self._epochs * batches}
         given |= {"lossy": self.lossy, "histories": histories, "adopted": adopted}
-        if self._memory is not None:
-            self.controller = Bandit(settings, memory=self._memory if decides else Memory(), **given)
-        else:
-            self.controller = Controller(settings, **given)
+        self.controller = self._policy(settings, **given)
 
     def open(self, steps: Steps, batches: int, *, ahead: int, planned: float, restarts: bool) -> Probe | None:
         """A window begins; the probe for it, where one is wanted and fits."""

@@ -1,12 +1,11 @@
-"""A learned policy beside the heuristic: settings by what earlier windows, and earlier runs, gained under the same bottleneck.
+"""A learned policy beside the heuristic: settings by what is predicted of them, and by what earlier windows of the run gained.
 
 Each way to switch levers on (an arm) has a gain g = log(seconds of a window without them / seconds with them), believed to be
 
     before       g ~ N(k log(predicted), (SPREAD + DOUBT log(predicted))^2)    k = how far predictions came true so far
-    other runs   g ~ N(mean of their gains, ACROSS^2 / runs)                    of the same bottleneck signature
-    this run     g ~ N(b - mean log seconds, NOISE^2 (1/windows + 1/windows without))
+    windows      g ~ N(b - mean log seconds, NOISE^2 (1/windows + 1/windows without))
 
-and the three are put together by their precision. The arm with the highest mean + c sd is next, c falling from 1 to 0 over the
+and the two are put together by their precision. The arm with the highest mean + c sd is next, c falling from 1 to 0 over the
 run, so that nothing is tried when it can no longer pay.
 """
 
@@ -14,23 +13,25 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from salience.decide.controller import Controller, Decision
 from salience.decide.levers import Option, Reach, options
-from salience.decide.memory import ACROSS, Memory
 from salience.decide.seen import Seen
 from salience.decide.settings import Settings
 from salience.decide.trial import KEPT
 from salience.select.steering import History
-from salience.watch.model import WORTH, Costs, Lever, Verdict, ceiling, verdict
+from salience.watch.model import WORTH, Costs, Lever, ceiling, verdict
 
 EXPLORES = 0.1
 """Share of the run's windows that may go to settings which are not expected to be the best."""
 SPREAD, DOUBT, NOISE = 0.05, 0.3, 0.06
+TRUST, TRUST_SD = 0.8, 0.3
+"""k before anything is known, and its standard deviation: predictions are what a lever gains at most."""
+PREDICTION_SD = 0.1
+"""Standard deviation of a gain around k log(predicted)."""
 COMPARED = 3
 """Windows without any lever, where the best one gains so little that it may be nothing."""
 
@@ -63,14 +64,10 @@ class Arm:
     """Logarithms of windows' seconds, as if all samples had been visited."""
 
 
-def signature(found: Verdict, costs: Costs) -> str:
-    """A bottleneck in a word: what kind, which sort of cause, and how much longer input takes than computing, in halves of
-    powers of two."""
-    sort = found.cause if found.kind == "compute" or found.cause == "fetch" else "stage"
-    ratio = math.log2(max(costs.input, 1e-9) / max(costs.compute, 1e-9))
-    return (
-        f"{found.kind}:{sort if found.kind != 'compute' else 'compute'}:{round(2 * min(max(ratio, -4.0), 4.0)) / 2:g}"
-    )
+def trust(seen: Sequence[tuple[float, float]]) -> float:
+    """k: how far predictions came true, from pairs (log predicted, gain) by ridge regression towards TRUST."""
+    above = sum(x * y for x, y in seen) / PREDICTION_SD**2 + TRUST / TRUST_SD**2
+    return above / (sum(x * x for x, _ in seen) / PREDICTION_SD**2 + 1 / TRUST_SD**2)
 
 
 def arms_of(costs: Costs, single: Sequence[Option], base: Settings) -> list[Arm]:
@@ -114,18 +111,13 @@ class Bandit(Controller):
         lossy: bool = False,
         histories: Sequence[History] = (),
         adopted: bool = False,
-        memory: Memory | None = None,
-        run: str = "",
     ) -> None:
         super().__init__(
             start, windows=windows, batches=batches, lossy=lossy, histories=histories, adopted=adopted
         )  # fmt: skip
-        self.memory = memory or Memory()
-        self._run = run or f"{os.getpid()}-{os.urandom(4).hex()}"
         self._base, self._plain = start, list[float]()
         """Settings without levers, and logarithms of the seconds of windows under them."""
         self._arms: list[Arm] = []
-        self._signature = ""
         self._filling = adopted
         """The window in progress fills a cache."""
         self._explored = 0
@@ -153,10 +145,7 @@ class Bandit(Controller):
         elif self.probing and seen.costs is not None and self.settings == self._base and not self._filling:
             self.probing, self.costs = False, seen.costs
             self.verdict = verdict(seen.costs)
-            self._signature = signature(self.verdict, seen.costs)
-        said += self._observe(
-            window, seen, reach.keep[window - 1] if self.settings.select and len(reach.keep) >= window else 1.0
-        )
+        self._observe(seen, reach.keep[window - 1] if self.settings.select and len(reach.keep) >= window else 1.0)
         if self.costs is None:
             return said
         if reach.cache:
@@ -187,33 +176,24 @@ class Bandit(Controller):
         self._arms = list(known.values())
         return [decision for decision in refused if decision is not None]
 
-    def _observe(self, window: int, seen: Seen, share: float) -> list[Decision]:
+    def _observe(self, seen: Seen, share: float) -> None:
         """Count the window that is over, which visited a share of the samples, unless it filled something."""
         filling, self._filling = self._filling, False
         if filling:
-            return []
+            return
         if self.settings == self._base:
             self._plain.append(math.log(seen.seconds))
-            return []
+            return
         arm = self._arm(self.settings)
-        if arm is None or not self._plain:
-            return []
-        arm.logs.append(math.log(seen.seconds / share))
-        self.memory.note(self._signature, arm.name, self._run, arm.predicted, self._rate(arm), arm.left)
-        trouble = self.memory.save(self._run)
-        found = self._skip(window, "memory", None, f"it cannot be written: {trouble}") if trouble else None
-        return [] if found is None else [found]
+        if arm is not None and self._plain:
+            arm.logs.append(math.log(seen.seconds / share))
 
     def _arm(self, settings: Settings) -> Arm | None:
         return next((arm for arm in self._arms if arm.settings == settings), None)
 
-    def _rate(self, arm: Arm) -> float:
-        """Its gain a visit, as this run's windows show it."""
-        return sum(self._plain) / len(self._plain) - sum(arm.logs) / len(arm.logs)
-
     def _gain(self, arm: Arm) -> float:
-        """And with the visits it leaves out."""
-        return self._rate(arm) - math.log(arm.left)
+        """The gain of an arm by the windows under it, with the visits that it leaves out."""
+        return sum(self._plain) / len(self._plain) - sum(arm.logs) / len(arm.logs) - math.log(arm.left)
 
     def belief(self, arm: Arm) -> Belief:
         """In the gain of an arm."""
@@ -221,10 +201,7 @@ class Bandit(Controller):
         own = [
             (math.log(other.predicted), self._gain(other)) for other in self._arms if other.logs and other is not arm
         ]
-        belief = Belief(self.memory.trust(self._run, own) * x, SPREAD + DOUBT * x)
-        others = self.memory.gains(self._signature, arm.name, self._run)
-        if others:
-            belief = belief.with_(sum(others) / len(others) - math.log(arm.left), ACROSS / math.sqrt(len(others)))
+        belief = Belief(trust(own) * x, SPREAD + DOUBT * x)
         if arm.logs and self._plain:
             sd = NOISE * math.sqrt(1 / len(arm.logs) + 1 / len(self._plain))
             belief = belief.with_(self._gain(arm), sd)
@@ -307,7 +284,7 @@ class Bandit(Controller):
         return {
             **super().state_dict(),
             "bandit": {
-                "run": self._run, "plain": list(self._plain), "signature": self._signature, "filling": self._filling,
+                "plain": list(self._plain), "filling": self._filling,
                 "explored": self._explored, "base": self._base.numbers, "cache": list(self._cache), "kept": sorted(self._kept),
                 "arms": [
                     [arm.name, arm.settings.numbers, arm.predicted, arm.exact, arm.remembers, arm.left, list(arm.logs)]
@@ -319,7 +296,7 @@ class Bandit(Controller):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         own = state["bandit"]
-        self._run, self._signature, self._kept = own["run"], own["signature"], set(own["kept"])
+        self._kept = set(own["kept"])
         self._filling = bool(self.settings.cache or self.settings.treat)  # what was kept is gone with its process
         self._cache = int(own["cache"][0]), float(own["cache"][1])
         self._plain, self._explored, self._base = list(own["plain"]), int(own["explored"]), Settings.of(own["base"])

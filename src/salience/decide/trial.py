@@ -15,7 +15,7 @@ import numpy as np
 from salience.decide.levers import Option
 from salience.decide.seen import Seen
 from salience.decide.settings import Settings
-from salience.select.pilot import student
+from salience.stats import paired_interval
 
 KEPT = 1.02
 """A lever stays on if the lower bound of its speed-up is above this."""
@@ -38,11 +38,10 @@ def gain(off: Sequence[float], on: Sequence[float]) -> Gain:
     """From pairs of seconds, one without and one with the lever; of a single pair the ends are not known."""
     k = min(len(off), len(on))
     d = np.log(np.asarray(off[:k], dtype=float)) - np.log(np.asarray(on[:k], dtype=float))
-    mean = float(d.mean())
-    if k < 2:
-        return Gain(speedup=math.exp(mean), low=0.0, high=math.inf)
-    reach = student(k - 1, 0.90) * float(d.std(ddof=1)) / math.sqrt(k)  # 5% on each side
-    return Gain(speedup=math.exp(mean), low=math.exp(mean - reach), high=math.exp(min(mean + reach, 700.0)))
+    found = paired_interval(d.tolist(), 0.90)  # 5% on each side
+    if found is None or found.low is None or found.high is None:
+        return Gain(speedup=math.exp(float(d.mean())), low=0.0, high=math.inf)
+    return Gain(speedup=math.exp(found.mean), low=math.exp(found.low), high=math.exp(min(found.high, 700.0)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,13 +17,14 @@ from salience.feed.policy import Ids, OpenPolicy
 from salience.feed.process import Job, Process
 from salience.feed.reads import Broken, Counts
 from salience.feed.schedule import Limits, Window, in_order
-from salience.feed.shared import BROKEN, SERIAL, WHOLE, Shared, Token
+from salience.feed.shared import BROKEN, SERIAL, WHOLE, Shared, shared_bytes
 from salience.feed.simulate import rival_bytes
 from salience.feed.sizes import size
 from salience.feed.source import Source
 from salience.feed.tiers import open_tiers
-from salience.ledger.exchange import Group
+from salience.memory import fence, node_memory
 from salience.plan import Plan, Shard, Trace
+from salience.ranks import Ranks
 
 MIN_READ_AHEAD_BYTES = 64 * 1024 * 1024
 """The feeder may read at least so far ahead, however small the batches are."""
@@ -39,6 +40,7 @@ class Handle:
     def read(self, ticket: int, ids: Sequence[int]) -> list[Any]:
         """Wait for a batch and return the bytes of each sample (or a view of them), or a Broken that says what is wrong."""
         self._wait(ticket)
+        fence()  # the ticket before the bytes
         return [self._one(i) for i in ids]
 
     def _one(self, i: int) -> Any:
@@ -80,7 +82,7 @@ class Feed:
         views: bool = False,
         batch_size: int,
         workers: int,
-        group: Group | None = None,
+        group: Ranks | None = None,
     ) -> None:
         self.source, self.budget = source, checked_budget(cache, source.sizes)
         self._group = group
@@ -124,7 +126,9 @@ class Feed:
         self.shared.done[self._rank] = first
         self._done = set()
         self._end = first + len(plan.shard(self._ranks[self._rank], self._world)) - len(delivered)
-        skip = [delivered] if self._group is None else [set(part) for part in self._group.of_node(sorted(delivered))]
+        skip = (
+            [delivered] if self._group is None else [set(part) for part in self._group.node_gather(sorted(delivered))]
+        )
         if self._group is not None:
             self._group.barrier()  # everybody has read what is resident before it changes
             if not self._group.leads_node:
@@ -158,6 +162,7 @@ class Feed:
         while done in self._done:
             self._done.discard(done)
             done += 1
+        fence()  # all has been read before its place is free
         self.shared.done[self._rank] = done
         return [] if self._process is None else self._process.warnings()
 
@@ -259,13 +264,11 @@ def _limits(source: Source, budget: int, batch_size: int, workers: int, ranks: i
     return Limits(least=least, most=most, along=along), min(total, 2 * whole)
 
 
-def _shared(group: Group | None, n: int, ranks: int, capacity: int) -> Shared:
+def _shared(group: Ranks | None, n: int, ranks: int, capacity: int) -> Shared:
     """The shared memory, made by the first rank of the node and opened by the others."""
     if group is None:
         return Shared(n, ranks, capacity)
-    mine = Shared(n, ranks, capacity) if group.leads_node else None
-    path = group.of_leader("" if mine is None else mine.token.path)
-    shared = mine or Shared.open(Token(path, n, ranks, capacity))
+    shared = Shared(n, ranks, capacity, node_memory(group, shared_bytes(n, ranks, capacity)))
     group.barrier()
     return shared
 

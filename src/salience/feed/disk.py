@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ import numpy.typing as npt
 from salience.errors import ConfigError
 from salience.feed.sizes import parse_bytes
 from salience.feed.tiers import SEAL_BYTES, Tally, TierCounts, Warn, fits, seal
+from salience.files import atomic
 
 Bytes = TypeVar("Bytes", int, npt.NDArray[np.int64])
 
@@ -71,7 +71,6 @@ class DiskTier:
         self._sizes, self._warn = sizes, warn
         self._tally, self._lock = Tally(), threading.Lock()
         self._reads = self._writes = True
-        self._mine = secrets.token_hex(4)
         self._used = 0
         """Bytes used by all runs, as of the last count."""
         self._claimed = self._counted = 0
@@ -150,16 +149,12 @@ class DiskTier:
 
     def _write(self, i: int, data: bytes) -> bool:
         path = self._path(i)
-        half = f"{os.path.dirname(path)}/.{i}-{self._mine}-{threading.get_ident()}"
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(half, "xb") as file:
+            with atomic(path, sync=False) as file:
                 file.write(seal(data))
                 file.write(data)
-            os.replace(half, path)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                os.unlink(half)
             self._stop_writing(error)
             return False
         return True

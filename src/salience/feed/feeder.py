@@ -26,6 +26,7 @@ from salience.feed.reads import Broken, Reader
 from salience.feed.schedule import Limits, Schedule, Window, horizon
 from salience.feed.shared import COUNTERS, Shared
 from salience.feed.tiers import Tier
+from salience.memory import fence
 
 __all__ = ["LAST_WRITES", "Feeder", "Limits", "Window"]
 
@@ -158,6 +159,7 @@ class Feeder:
         """Say what is counted, and then which batches are ready: who has a batch may look at the counters."""
         now = {**asdict(self.schedule.counts), **self.fetcher.counts(), "horizon": self._horizon}
         self.shared.counters[:] = self._before + np.array([now[name] for name in COUNTERS])
+        fence()  # the bytes before the ticket
         if self.schedule.all_staged:
             self.shared.settled[0] = self._serial
         for rank, ticket in self.schedule.ready():

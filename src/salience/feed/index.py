@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from salience.errors import DataError
-from salience.ledger.files import read_npz, write_npz
+from salience.files import read_npz, write_npz
 
 FORMAT = "salience-index-1"
 FILE = "index.npz"

@@ -47,13 +47,13 @@ class ReadingOptions:
 def reading_options(
     sizes: npt.NDArray[np.int64],
     *,
-    decode: Decode | None,
-    cache: int | str | None,
-    disk: str | None,
-    redis: str | None,
-    max_broken: float,
-    views: bool,
-    policy: str | OpenPolicy,
+    decode: Decode | None = None,
+    cache: int | str | None = None,
+    disk: str | None = None,
+    redis: str | None = None,
+    max_broken: float = 0.01,
+    views: bool = False,
+    policy: str | OpenPolicy = "planned",
 ) -> ReadingOptions:
     """The options as a user wrote them, checked for samples of these sizes, int64 [N]."""
     if decode is not None and not callable(decode):

@@ -41,6 +41,7 @@ from salience.feed.tars import (
     suffix_of,
     unreadable,
 )
+from salience.files import atomic
 from salience.seeds import generator
 
 PLAN_FILE = "pack.json"
@@ -275,17 +276,13 @@ def write_shard(folder: Path, path: Path, shard: Shard, count: Count) -> npt.NDA
         return np.fromfile(_checks(path), dtype=np.uint64)
     part, checks = path.with_suffix(".tar.part"), np.zeros(len(shard.samples), dtype=np.uint64)
     try:
-        with part.open("wb") as out:
+        with atomic(path, part=part) as out:
             for i, sample in enumerate(shard.samples):
                 checks[i] = _write_sample(folder, sample, out)
                 count(sample.size())
             out.write(TAR_END)
-            out.flush()
-            os.fsync(out.fileno())
-        written = path.with_suffix(".check.part")
-        checks.tofile(written)
-        written.replace(_checks(path))
-        part.replace(path)
+            with atomic(_checks(path), part=path.with_suffix(".check.part")) as beside:
+                beside.write(checks.tobytes())
     except OSError as cause:  # errors of reading are DataErrors by now
         raise DataError(
             f"{part} cannot be written: {cause.strerror or cause}; make room, then give the same command again:"
@@ -346,8 +343,8 @@ def _begin(out: Path, packing: Packing) -> Generator[None]:
                 raise StateError(
                     f"{out} holds files that pack did not write ({foreign[0]} for one); choose an empty folder."
                 )
-            part.write_text(json.dumps(said, indent=1) + "\n")
-            part.replace(out / PLAN_FILE)
+            with atomic(out / PLAN_FILE, part=part) as file:
+                file.write((json.dumps(said, indent=1) + "\n").encode())
         opened = (out / PLAN_FILE).open("r+")
     except OSError as cause:
         raise DataError(f"{out} cannot be written to: {cause.strerror}; choose another folder.") from cause

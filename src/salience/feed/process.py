@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
 import threading
 import weakref
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from typing import Any
 
+from salience.child import Child
 from salience.errors import SalienceError
-from salience.feed import apart
+from salience.feed import isolated
 from salience.feed.feeder import LAST_WRITES, Feeder, Limits, Window
 from salience.feed.policy import OpenPolicy, Policy, open_policy
 from salience.feed.shared import Shared
@@ -42,32 +43,32 @@ class Process:
     """The feeder, in a process of its own (or in a thread, where a fork would not do)."""
 
     def __init__(self, job: Job) -> None:
-        self._here, there = multiprocessing.Pipe()
-        self._work: Any
-        self._watch: threading.Thread | None = None
-        if apart.needed():
-            context = multiprocessing.get_context("fork")
-            arguments = (job, there, self._here, os.getpid())
-            self._work = context.Process(target=_serve, args=arguments, name="salience-feeder", daemon=True)
-            self._work.start()
-            there.close()
-            ends = os.dup(self._work.sentinel)  # the process object may be gone before the thread looks
-            self._watch = threading.Thread(target=_watch, args=(ends, job.shared), daemon=True)
-            self._watch.start()
+        self._child: Child | None = None
+        self._thread: threading.Thread | None = None
+        if isolated.needed():
+            how: Any = {"start": "fork", "farewell": 2 * LAST_WRITES, "ends_itself": True}
+            self._child = Child(_serve, job, os.getpid(), name="salience-feeder", **how)
+            self._child.on_end(functools.partial(_tell_of_death, job.shared))
+            self._here: Any = self._child.pipe
+            self.close = self._child.close
         else:
-            self._work = threading.Thread(target=_serve, args=(job, there), name="salience-feeder", daemon=True)
-            self._work.start()
-        self.close = weakref.finalize(self, _close, self._here, self._work, os.getpid())
+            self._here, there = multiprocessing.Pipe()
+            self._thread = threading.Thread(target=_serve, args=(there, job), name="salience-feeder", daemon=True)
+            self._thread.start()
+            self.close = weakref.finalize(self, _close, self._here, os.getpid())
 
     @property
     def alive(self) -> bool:
-        return self.close.alive and self._work.is_alive()
+        if self._child is not None:
+            return self._child.alive
+        return self.close.alive and self._thread is not None and self._thread.is_alive()
 
     def end(self) -> None:
         """Close, and wait until everybody has been told: the next feeder must not be taken for this one."""
-        self.close()
-        if self._watch is not None:
-            self._watch.join()
+        if self._child is None:
+            self.close()
+        else:
+            self._child.end()
 
     def send(self, window: Window) -> None:
         with contextlib.suppress(OSError):  # it died, which those who wait are told
@@ -81,13 +82,8 @@ class Process:
         return found
 
 
-def _serve(job: Job, inbox: Any, theirs: Any = None, parent: int | None = None) -> None:
+def _serve(inbox: Any, job: Job, parent: int | None = None) -> None:
     """What the process does."""
-    if parent is not None:
-        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, signal.SIG_IGN)  # the training process is told
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        theirs.close()
 
     def warn(text: str) -> None:
         with contextlib.suppress(OSError):
@@ -109,22 +105,17 @@ def _serve(job: Job, inbox: Any, theirs: Any = None, parent: int | None = None) 
         os._exit(0)  # threads of the store's client do not always end
 
 
-def _watch(ends: int, shared: Shared) -> None:
-    """Tell the workers when the feeder dies, which is when `ends` can be read."""
-    wait([ends])
-    os.close(ends)
+def _tell_of_death(shared: Shared) -> None:
+    """Tell the workers that the feeder died."""
     if shared.failed[0] <= shared.first.max():
         shared.fail(
             "The process that reads from the store died. Go on from the last checkpoint, or begin the next window."
         )
 
 
-def _close(here: Any, work: Any, owner: int) -> None:
+def _close(here: Any, owner: int) -> None:
+    """Of a thread, which ends when it is told to."""
     if os.getpid() == owner:
         with contextlib.suppress(OSError):
-            here.send(None)  # processes forked meanwhile have this end too, so that closing it alone tells nothing
+            here.send(None)
     here.close()
-    if os.getpid() == owner and not isinstance(work, threading.Thread):
-        work.join(2 * LAST_WRITES)
-        work.kill()
-        work.join()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from salience.errors import MissingExtra, StoreError
-from salience.feed import apart
+from salience.feed import isolated
 from salience.feed.index import Index
 from salience.feed.ranges import coalesce
 from salience.feed.retry import RetryPolicy, hedge_delay, may_hedge
@@ -126,7 +126,7 @@ class Reader:
         self.counts = Counts()
         self._checks = _checksum() if len(index) and bool(index.check.any()) else None
         self._live: dict[int, _Live] = {}  # by process
-        self._apart: apart.Apart[Sequence[int], tuple[list[bytes | Broken], Counts]] | None = None
+        self._apart: isolated.Isolated[Sequence[int], tuple[list[bytes | Broken], Counts]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("store", "index", "retry", "concurrency", "gap", "longest", "threads")
@@ -150,7 +150,7 @@ class Reader:
         wrong = [i for i in ids if not 0 <= i < len(self.index)]
         if wrong:
             raise IndexError(f"sample {wrong[0]} of {len(self.index)}")
-        if self.store.far and apart.needed():
+        if self.store.far and isolated.needed():
             data, counts = self._beside(ids)
             self.counts.add(counts)
             return data
@@ -160,7 +160,7 @@ class Reader:
         """Read in a process of its own, so that this one can still fork loader workers."""
         if self._apart is None or not self._apart.alive:
             here = weakref.proxy(self)  # what the process holds must not keep this reader
-            self._apart = apart.Apart[Sequence[int], tuple[list[bytes | Broken], Counts]](
+            self._apart = isolated.Isolated[Sequence[int], tuple[list[bytes | Broken], Counts]](
                 lambda ids: (here._read_here(ids), here.take_counts())
             )
         return self._apart(ids)

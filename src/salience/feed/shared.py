@@ -1,21 +1,18 @@
 """What the processes of a node share: counters, where each sample lies, and the bytes themselves.
 
-One anonymous memory file holds it all. It has no name and needs no room in /dev/shm, so nothing is left behind by a crash and
-small containers have no trouble; other processes open it through the one that made it.
+One piece of shared memory (`salience.memory`) holds it all.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
-import sys
-import tempfile
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from salience.memory import Memory, fence
 
 ABSENT, WHOLE, BROKEN = 0, 1, 2
 """States of a sample: not here, its bytes are here, here is only what is wrong with it."""
@@ -38,48 +35,32 @@ SERIAL = 32
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """How another process of the node opens the file, as long as its maker lives."""
+    """What makes a `Shared` of a piece of memory."""
 
-    path: str
+    memory: Memory
     n: int
     ranks: int
     capacity: int
 
 
 class Shared:
-    """The file, mapped. `offset` and `state` say where sample i lies in `data`."""
+    """The memory, as arrays. `offset` and `state` say where sample i lies in `data`."""
 
-    def __init__(self, n: int, ranks: int, capacity: int) -> None:
-        fd = _anonymous(_front(n, ranks) + capacity)
-        weakref.finalize(self, os.close, fd)  # until then others can open it by its number
-        self.token = Token(f"/proc/{os.getpid()}/fd/{fd}", n, ranks, capacity)
-        self._map(fd)
-
-    @classmethod
-    def open(cls, token: Token) -> Shared:
-        self = object.__new__(cls)
-        self.__setstate__(token)
-        return self
+    def __init__(self, n: int, ranks: int, capacity: int, memory: Memory | None = None) -> None:
+        """`memory` has `shared_bytes(n, ranks, capacity)` bytes; None = memory of its own."""
+        self.__setstate__(Token(memory or Memory(shared_bytes(n, ranks, capacity)), n, ranks, capacity))
 
     def __getstate__(self) -> Token:
         return self.token
 
     def __setstate__(self, token: Token) -> None:
         self.token = token
-        fd = os.open(token.path, os.O_RDWR)
-        try:
-            self._map(fd)
-        finally:
-            os.close(fd)
-
-    def _map(self, fd: int) -> None:
-        n, ranks = self.token.n, self.token.ranks
-        whole = mmap.mmap(fd, _front(n, ranks) + self.token.capacity)
+        memory, n, ranks = token.memory, token.n, token.ranks
         start = 0
 
         def part(dtype: Any, count: int) -> npt.NDArray[Any]:
             nonlocal start
-            array = np.frombuffer(whole, dtype=dtype, count=count, offset=start)
+            array = memory.array(dtype, count, start)
             start += array.nbytes
             return array
 
@@ -99,17 +80,19 @@ class Shared:
         self.offset: npt.NDArray[np.int64] = part(np.int64, n)
         self.message: npt.NDArray[np.uint8] = part(np.uint8, MESSAGE)
         self.state: npt.NDArray[np.uint8] = part(np.uint8, n)
-        self.data = memoryview(whole)[_front(n, ranks) :]
+        self.data = memoryview(memory.buffer)[_front(n, ranks) : _front(n, ranks) + token.capacity]
 
     def fail(self, text: str, before: int | None = None) -> None:
         """Tell those who wait for a ticket `before` this one, or of a window that has begun, that it will not come."""
         words = text.encode()[:MESSAGE]
         self.message[: len(words)] = np.frombuffer(words, dtype=np.uint8)
         self.failed[1] = len(words)
+        fence()  # the words before the number that says they are there
         self.failed[0] = int(self.first.max()) + (1 << SERIAL) if before is None else before
 
     @property
     def failure(self) -> str:
+        fence()
         return self.message[: int(self.failed[1])].tobytes().decode(errors="replace")
 
     def counts(self) -> dict[str, int]:
@@ -118,21 +101,16 @@ class Shared:
     @property
     def kept(self) -> npt.NDArray[np.bool_]:
         """Which samples the cache holds, as far as the plan was worked off; bool [n]."""
+        fence()  # behind the number that says how far
         return (self.state & KEPT) > 0
+
+
+def shared_bytes(n: int, ranks: int, capacity: int) -> int:
+    """Bytes of memory for all of it."""
+    return _front(n, ranks) + capacity
 
 
 def _front(n: int, ranks: int) -> int:
     """Bytes before the samples', in whole pages."""
     size = 8 * (len(COUNTERS) + 4 * ranks + 3 + n) + MESSAGE + n
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def _anonymous(size: int) -> int:
-    """A file without a name, in memory; only pages that are written to take room."""
-    if sys.platform == "linux":
-        fd = os.memfd_create("salience")
-    else:
-        fd, name = tempfile.mkstemp(prefix="salience-")
-        os.unlink(name)
-    os.ftruncate(fd, size)
-    return fd

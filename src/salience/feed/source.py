@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +33,10 @@ class Layout:
     """First byte of each sample in its shard, int64 [N]."""
     size: npt.NDArray[np.int64]
     """Bytes of each sample, int64 [N]."""
+
+
+READING = ("decode", "cache", "disk", "redis", "max_broken", "views", "cache_policy")
+"""Options of a source about how its samples are read."""
 
 
 class Source:
@@ -85,6 +91,13 @@ class Source:
         """Requests to the store and bytes it sent, for the batches delivered so far."""
         self.reader = Reader(store, self.index, retry, concurrency=concurrency)
         """Sends the requests."""
+
+    def using(self, **options: Any) -> Source:
+        """The same samples, with other `decode`, `cache`, `disk`, `redis`, `max_broken`, `views` or `cache_policy`."""
+        other, policy = copy.copy(self), options.pop("cache_policy", self.reading.policy)
+        kept = {name: getattr(self.reading, name) for name in READING if name != "cache_policy"}
+        other.reading = reading_options(self.sizes, **{**kept, **options, "policy": policy})
+        return other
 
     def __len__(self) -> int:
         return len(self.index)

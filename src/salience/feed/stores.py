@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from salience.errors import ConfigError, DataError, MissingExtra, SalienceError, StoreError, did_you_mean
-from salience.feed import apart
+from salience.feed import isolated
 from salience.feed.index import check_path
 from salience.feed.reads import MISSING, ReadFailed
 from salience.feed.retry import RetryPolicy
@@ -159,13 +159,13 @@ class RemoteStore:
         return {"url": self.url, "retry": self.retry, "scheme": self.scheme, "_opened": None}
 
     def sizes(self, paths: Sequence[str]) -> list[int | None]:
-        return apart.once(lambda: asyncio.run(self._sizes(paths)))
+        return isolated.once(lambda: asyncio.run(self._sizes(paths)))
 
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
-        return apart.once(lambda: self._list(prefix))
+        return isolated.once(lambda: self._list(prefix))
 
     def get(self, path: str) -> bytes | None:
-        return apart.once(lambda: self._get(path))
+        return isolated.once(lambda: self._get(path))
 
     async def get_range(self, path: str, start: int, stop: int) -> bytes:
         store = self._store()
@@ -223,13 +223,13 @@ class RemoteStore:
 
     def _store(self) -> ObjectStore:
         """The store of this process, opened when it is first asked."""
-        apart.use(self.url)  # also where the process that this one was forked from has opened it
+        isolated.use(self.url)  # also where the process that this one was forked from has opened it
         if self._opened is None:
             self._opened = self._open(self.retry)
         return self._opened
 
     def _open(self, retry: RetryPolicy) -> ObjectStore:
-        apart.use(self.url)
+        isolated.use(self.url)
         from obstore.store import from_url
 
         options: Any = {"retry_config": retry.for_obstore}

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from salience.errors import StateError
+from salience.files import read_npz, write_npz
 from salience.ledger.columns import COLUMNS, COUNT_LIMIT
 from salience.ledger.ledger import Ledger
 
@@ -75,34 +72,3 @@ def _agreed_labels(stack: np.ndarray) -> np.ndarray:
     if clash:
         raise StateError(f"The ledgers disagree on the class of {clash} samples; they come from different data sets.")
     return best
-
-
-def write_npz(path: str | Path, arrays: dict[str, np.ndarray]) -> None:
-    """np.savez through a temporary file in the same folder, synced and renamed into place."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)  # pyright: ignore[reportArgumentType]
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def read_npz(path: str | Path, wanted: str, what: str) -> dict[str, Any]:
-    """All arrays of a file that `write_npz` wrote with format `wanted`; never unpickles."""
-    try:
-        with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except FileNotFoundError as cause:
-        raise StateError(f"There is no {what} at {str(path)!r}.") from cause
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as cause:
-        raise StateError(f"{str(path)!r} is damaged or not a {what}: {cause}.") from cause
-    found = str(arrays.pop("format", "nothing"))
-    if found != wanted:
-        raise StateError(f"{str(path)!r} is not a {what}: its format is {found!r}, wanted {wanted!r}.")
-    return arrays

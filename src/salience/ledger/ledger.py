@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
-import os
-import tempfile
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,14 +59,16 @@ class Ledger:
         """How often predictions contradicted labels, one row per window: of all, where surest, how many those are, and the
         share of samples that the window before had left out for their labels."""
 
-    @classmethod
-    def shared(cls, n: int, path: Path, *, create: bool) -> Ledger:
-        """A ledger in a memory-mapped file, one copy for all processes of a node; the caller unlinks the file."""
-        size = block_bytes(n)
-        with path.open("w+b" if create else "r+b") as file:
-            if create:
-                os.posix_fallocate(file.fileno(), 0, size)  # a full /dev/shm fails here, not later by SIGBUS
-            return cls(n, memory=mmap.mmap(file.fileno(), size), fresh=create)
+    def grown(self, n: int) -> Ledger:
+        """A private ledger of `n` rows that begins with the rows of this one; new rows are as of samples never seen."""
+        if n < self.n:
+            raise ConfigError(f"The ledger has {self.n} rows and cannot shrink to {n}.")
+        larger = Ledger(n)
+        for name in COLUMNS:
+            larger[name][: self.n] = self[name]
+        larger.vote[: self.n], larger.vote_p[: self.n] = self.vote, self.vote_p
+        larger.course = list(self.course)
+        return larger
 
     def __getattr__(self, name: str) -> Array:
         try:
@@ -289,13 +287,3 @@ def _average_doubles(ids: Ids, rows: Rows) -> tuple[Ids, Rows, Array]:
         for name, row in rows.items()
     }
     return unique, averaged, times
-
-
-def shared_folder(size: int) -> Path:
-    """A folder on this node with room for `size` bytes: memory first, then the temporary folder."""
-    for folder in (Path("/dev/shm"), Path(tempfile.gettempdir())):
-        with contextlib.suppress(OSError):
-            room = os.statvfs(folder)
-            if room.f_bavail * room.f_frsize > 2 * size:
-                return folder
-    return Path(tempfile.gettempdir())

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from salience.errors import Misattributed
 from salience.ledger.embeddings import Embeddings
-from salience.ledger.exchange import Group
+from salience.ledger.exchange import exchange
 from salience.ledger.ledger import Ids, Ledger, Rows, has_doubles, id_order
 from salience.ledger.statistics import FEATURE_ROWS, NORM_ROWS, finish, reduce_batch
+from salience.ranks import Ranks
 
 Flags = tuple[int, bool, bool]
 """window, seen, trained."""
@@ -73,7 +74,7 @@ _AFTERWARDS = {NORM_ROWS: 1, FEATURE_ROWS: 2}
 class Recorder:
     """Collects batches and enters them into the ledger, each as if it had been entered at once."""
 
-    def __init__(self, ledger: Ledger, group: Group | None = None, *, together: int | None = None) -> None:
+    def __init__(self, ledger: Ledger, ranks: Ranks | None = None, *, together: int | None = None) -> None:
         self.ledger = ledger
         self._together = together
         """Batches reduced together; None = one on the CPU, TOGETHER elsewhere."""
@@ -82,7 +83,7 @@ class Recorder:
         """Losses that were not finite since this was last set to 0."""
         self.embeddings: Embeddings | None = None
         """Where features go; with several ranks, on rank 0."""
-        self._group = group
+        self._ranks = ranks
         self._pending: deque[_Pending] = deque()
         self._hints_hold = True
 
@@ -134,7 +135,7 @@ class Recorder:
             item, stop = h.item, start + len(h.losses)
             item.names, item.values, item.copied = names, values[:, start:stop], copied
             start = stop
-            if item.hint is not None and copied is None and self._group is None:  # ranks find out together, in flush()
+            if item.hint is not None and copied is None and self._ranks is None:  # ranks find out together, in flush()
                 self._check_hint(item)
             self._hold(item)
 
@@ -164,7 +165,7 @@ class Recorder:
 
     def _hold(self, item: _Pending) -> None:
         self._pending.append(item)
-        if self._group is None and len(self._pending) >= HOLD:
+        if self._ranks is None and len(self._pending) >= HOLD:
             self._enter([self._pending.popleft() for _ in range(len(self._pending)) if _arrived(self._pending[0])])
 
     def flush(self) -> None:
@@ -175,7 +176,7 @@ class Recorder:
         for item in items:
             if item.copied is not None:
                 item.copied.synchronize()
-        if self._group is None:
+        if self._ranks is None:
             self._enter(items)
         else:
             self._enter_of_all_ranks(items)
@@ -223,7 +224,7 @@ class Recorder:
         self.bad += self.ledger.record(ids, rows, window=window, seen=seen, trained=trained, unique=unique)
 
     def _enter_of_all_ranks(self, items: list[_Pending]) -> None:
-        assert self._group is not None
+        assert self._ranks is not None
         trouble: Exception | None = None
         try:
             for item in items:
@@ -232,15 +233,19 @@ class Recorder:
         except Misattributed as error:
             trouble, items = error, []
         # Every rank must take part in the exchange even when it has trouble of its own, or the others wait forever.
-        for ids, names, values, flags in self._group.exchange(
-            [(i.ids if i.kept is None else i.ids[i.kept.numpy()], i.names, i.values.numpy(), _flags(i)) for i in items]
+        for ids, names, values, flags in exchange(
+            self._ranks,
+            [(i.ids if i.kept is None else i.ids[i.kept.numpy()], i.names, i.values.numpy(), _flags(i)) for i in items],
         ):
-            if self._group.leads_node or names == FEATURE_ROWS:
+            if self._ranks.leads_node or names == FEATURE_ROWS:
                 try:
                     self._record(ids, names, values, flags)
                 except Misattributed as error:
                     trouble = trouble or error
-        self._group.agree(trouble)
+        self._ranks.agree(
+            trouble,
+            Misattributed("Another rank recorded losses for the wrong samples; its message says which."),
+        )
 
     def _check_hint(self, item: _Pending) -> None:
         """Targets given to loss() must be those delivered with the batch, or a function of them (a remapped class)."""

@@ -15,24 +15,10 @@ from dataclasses import dataclass
 
 from salience.report.story import Story
 from salience.report.words import count, metric
-from salience.select.pilot import student
+from salience.stats import Interval, paired_interval
 
-LEVEL = 0.95
 NOT_SETTINGS = ("seed", "out", "resume", "salience", "torch", "workers", "device", "checkpoint_every")
 """What may differ between runs of one arm."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Interval:
-    """A mean over pairs and where it lies with 95% confidence; without ends where there is one pair."""
-
-    mean: float
-    low: float | None
-    high: float | None
-    pairs: int
-
-    def separated(self, nothing: float) -> bool:
-        return self.low is not None and self.high is not None and not self.low <= nothing <= self.high
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +101,7 @@ def _difference(arm: Arm, against: Arm) -> Difference:
         return [(mine[seed], theirs[seed]) for seed in sorted(mine.keys() & theirs.keys())]
 
     def ratio(value: Callable[[Story], float | None]) -> Interval | None:
-        logs = interval([math.log(one / other) for one, other in pairs(value)])
+        logs = paired_interval([math.log(one / other) for one, other in pairs(value)])
         if logs is None:
             return None
         low, high = (None if end is None else math.exp(end) for end in (logs.low, logs.high))
@@ -124,7 +110,7 @@ def _difference(arm: Arm, against: Arm) -> Difference:
     return Difference(
         arm=arm,
         against=against,
-        metric=interval([one - other for one, other in pairs(lambda story: story.metric)]),
+        metric=paired_interval([one - other for one, other in pairs(lambda story: story.metric)]),
         seconds=ratio(lambda story: story.seconds or None),
         visits=ratio(lambda story: story.visits or None),
     )
@@ -138,17 +124,6 @@ def _by_seed(arm: Arm, value: Callable[[Story], float | None]) -> dict[int, floa
         if one is not None:
             found.setdefault(story.seed, []).append(one)
     return {seed: statistics.fmean(values) for seed, values in found.items()}
-
-
-def interval(values: Sequence[float]) -> Interval | None:
-    """mean +- t(n - 1) * s / sqrt(n), Student's t at 95%."""
-    if not values:
-        return None
-    mean = statistics.fmean(values)
-    if len(values) == 1:
-        return Interval(mean=mean, low=None, high=None, pairs=1)
-    room = student(len(values) - 1, LEVEL) * statistics.stdev(values) / math.sqrt(len(values))
-    return Interval(mean=mean, low=mean - room, high=mean + room, pairs=len(values))
 
 
 def _doubts(stories: Sequence[Story]) -> list[str]:

@@ -1,14 +1,16 @@
-"""What both front doors share: one run's ledger, plans, losses, progress and state. `Loader` and `Selector` add iteration.
+"""One training run: a conductor (`Run`) and its parts. `Loader` and `Selector` own a run and add nothing but their front.
 
-open a window:   flush the ledger -> Pipeline.plan (or the plain shuffle, or a replayed trace) -> shard of this rank
-each batch:      deliver(number, ids) -> loss(losses, ...) -> Recorder, weighted mean
-close a window:  events, next window
-
-One class in layers, each in a file: Base (parts, events) <- Watching (model, copies, validation) <- Losses <- Windows <- Run.
+recording   losses into the ledger, and back as one weighted mean
+planning    which samples the next window visits
+copying     near-copies among the samples
+sensing     what the attached model says besides losses
+watching    where the time goes
+feeding     bytes of a Source, its cache, broken samples
+staging     stages of augmentation
+deciding    what `auto` changes between two windows
 """
 
-from salience.run.base import warn
+from salience.run.run import Run
 from salience.run.selection import Select, resolve
-from salience.run.state import Run
 
-__all__ = ["Run", "Select", "resolve", "warn"]
+__all__ = ["Run", "Select", "resolve"]

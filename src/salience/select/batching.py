@@ -43,6 +43,14 @@ class Batching:
         return self.steps(granted, population, last=last) * self.batch(granted, population)
 
 
+def members(n: int, epoch: int, piece: int, pieces: int) -> range:
+    """Samples of one of the `pieces` windows of an epoch: every `pieces`-th one, another set in each epoch's turn.
+
+    Every sample belongs to one window of each epoch, in whatever order classes lie on disk, and no list is kept.
+    """
+    return range((piece + epoch) % pieces, n, pieces)
+
+
 def trimmed(batch: int, keep: Bools, waited: Bools, rng: Rng) -> Bools:
     """Which of m drawn samples stay so that they fill whole batches, bool [m].
 

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from salience.errors import StateError
+from salience.files import read_npz, write_npz
 from salience.ledger import Ledger
-from salience.ledger.files import read_npz, write_npz
 from salience.select.noise import Judgement, judge
 from salience.select.view import Bools, Floats, Ids
 

@@ -15,7 +15,7 @@ from salience.ledger.copies import Copies
 from salience.plan import Note, Plan
 from salience.registry import Card, card_of, check_options, find
 from salience.seeds import PLAN, generator
-from salience.select.batching import Batching, filled, trimmed
+from salience.select.batching import Batching, filled, members, trimmed
 from salience.select.fetching import Exchange, Rng, Stock, exchange, refresh_set, resident_first, told
 from salience.select.ranks import rank_normalise
 from salience.select.view import NO_REFERENCE, Bools, Candidates, Clock, Draw, Floats, Ids, Reference, Verdict, View
@@ -113,6 +113,8 @@ class Pipeline:
         windows: int,
         batch_size: int,
         seed: int,
+        piece: int = 0,
+        pieces: int = 1,
         world: int = 1,
         drop_last: bool = False,
         steered: float | None = None,
@@ -121,22 +123,25 @@ class Pipeline:
     ) -> Plan:
         """A pure function of its arguments (and of config, reference and which plug-ins are off).
 
-        `batch_size` is that of a full window over all `world` ranks.
+        `batch_size` is that of a full window over all `world` ranks. Where an epoch is planned in `pieces`, `window` and
+        `windows` count epochs, and this plan is over the members of one piece.
         `copies` is what is known of near-copies, `stock` where the bytes of the samples are.
         """
         for part in (*self.filters, *self.scores, self.sampler):
             if "reference" in part.card.needs and self.reference is None:
                 raise ConfigError(f"{part.kind[:-1]} {part.name!r} needs {NO_REFERENCE}.")
-        clock = Clock(window=window, windows=windows, steered=steered)
-        clock = replace(clock, keep=self.keep(clock))
+        keep = self.keep(Clock(window=window, windows=windows, steered=steered))
+        among = members(ledger.n, window, piece, pieces)
+        window, windows = window * pieces + piece, windows * pieces
+        clock = Clock(window=window, windows=windows, steered=steered, keep=keep)
         view = View(ledger, clock, self.reference, copies)
         rng = generator(seed, PLAN, window)
-        sifted = self._filter(view)
+        sifted = self._filter(view) if pieces == 1 else _within(self._filter(view), among, ledger.n)
         batching = self.batching(batch_size, world, drop_last)
         last = window >= windows - 1
-        granted = max(1, round(max(clock.keep, sifted.share) * ledger.n))
-        batch, everything = batching.batch(granted, ledger.n), granted >= ledger.n
-        budget = ledger.n if everything else batching.visits(granted, ledger.n, last=last)
+        granted = max(1, round(max(clock.keep, sifted.share) * len(among)))
+        batch, everything = batching.batch(granted, len(among)), granted >= len(among)
+        budget = len(among) if everything else batching.visits(granted, len(among), last=last)
         importance, raw = self._score(view)
         ids, weights = self._draw(view, sifted, importance, raw, budget, rng)
         notes = sifted.notes
@@ -328,6 +333,15 @@ class Pipeline:
             self.off.add(part.key)
             self._warn(text)
             return None
+
+
+def _within(sifted: Sifted, among: range, n: int) -> Sifted:
+    """The same for a plan that chooses among some of the samples only."""
+    here = np.zeros(n, dtype=bool)
+    here[among.start : among.stop : among.step] = True
+    allowed = here if sifted.allowed is None else sifted.allowed & here
+    forced = None if sifted.forced is None else sifted.forced & here
+    return replace(sifted, allowed=allowed if allowed.any() else here, forced=forced)
 
 
 def _checked_verdict(part: Part, verdict: Any, n: int) -> Verdict:

@@ -14,22 +14,21 @@ from __future__ import annotations
 import io
 import math
 import os
-import signal
 import time
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from torch import Tensor, multiprocessing, nn  # that of torch, which passes tensors on as shared memory
+from torch import Tensor, nn
 
 from salience.batches import Order, integer_targets
+from salience.child import Child, Lost
 from salience.errors import DataError, PluginError
 from salience.ledger.statistics import LOGIT_ROWS, reduce_batch
+from salience.memory import Memory, fence
 
 Ids = npt.NDArray[np.int64]
 
@@ -37,7 +36,6 @@ SHARE = 0.25
 """Of the samples not picked in a window, scored in it at the most: the refresh set."""
 PATIENCE = 300.0
 """Seconds without a single score after which the scorer is given up."""
-_NAME = "salience-scorer"
 
 
 def stalest(picked: Ids, last_seen: npt.NDArray[np.int32], *, share: float = SHARE) -> Ids:
@@ -62,27 +60,29 @@ def score(model: nn.Module, batch: Any, count: int, device: torch.device) -> Ten
     return reduce_batch(F.cross_entropy(logits, targets, reduction="none"), logits, targets)[1].cpu()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class _Board:
-    """What both processes see, in shared memory: four blocks, whatever the size of the model."""
+    """What both processes see, in one piece of shared memory."""
 
-    weights: Tensor
-    """Parameters and buffers one after the other, uint8."""
-    ids: Tensor
-    """Asked for, int64 [most]."""
-    values: Tensor
-    """Scores of the first `done` of them, float32 [9, most]."""
-    counts: Tensor
-    """Questions taken and samples done, int64 [2]; only the scorer writes it."""
+    def __init__(self, weight_bytes: int, most: int) -> None:
+        size = 8 * (2 + most) + 4 * len(LOGIT_ROWS) * most
+        self.__setstate__((Memory(_aligned(size) + max(1, weight_bytes)), most))
 
-    @classmethod
-    def make(cls, tensors: Sequence[Tensor], most: int) -> _Board:
-        return cls(
-            torch.zeros(max(1, sum(map(_room, tensors))), dtype=torch.uint8).share_memory_(),
-            torch.zeros(most, dtype=torch.int64).share_memory_(),
-            torch.zeros(len(LOGIT_ROWS), most).share_memory_(),
-            torch.zeros(2, dtype=torch.int64).share_memory_(),
-        )
+    def __getstate__(self) -> tuple[Memory, int]:
+        return self._memory, self._most
+
+    def __setstate__(self, state: tuple[Memory, int]) -> None:
+        self._memory, self._most = memory, most = state
+        whole = torch.from_numpy(memory.array(np.uint8, memory.size))
+        after = 16 + 8 * most
+        end = after + 4 * len(LOGIT_ROWS) * most
+        self.counts = whole[:16].view(torch.int64)
+        """Questions taken and samples done, int64 [2]; only the scorer writes it."""
+        self.ids = whole[16:after].view(torch.int64)
+        """Asked for, int64 [most]."""
+        self.values = whole[after:end].view(torch.float32).view(len(LOGIT_ROWS), most)
+        """Scores of the first `done` of them, float32 [9, most]."""
+        self.weights = whole[_aligned(end) :]
+        """Parameters and buffers one after the other, uint8."""
 
     def places(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Where the values of each of `tensors` stand in `weights`."""
@@ -110,10 +110,8 @@ class Scorer:
         patience: float = PATIENCE,
     ) -> None:
         """`data` gives the samples of an Order at once, `collate` makes a Tagged of them (`salience.batches`)."""
-        if multiprocessing.current_process().name == _NAME:  # a script that starts training again when it is imported
-            raise SystemExit(1)
         self._tensors = _tensors(model)
-        self._board = _Board.make(self._tensors, math.ceil(SHARE * n))
+        self._board = _Board(sum(map(_room, self._tensors)), math.ceil(SHARE * n))
         self._places = self._board.places(self._tensors)
         self._asked = 0
         self._ids: Ids = np.empty(0, dtype=np.int64)
@@ -121,19 +119,9 @@ class Scorer:
         self._patience, self._heard = patience, time.monotonic()
         copied = io.BytesIO()
         torch.save(model, copied)
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        arguments = theirs, copied.getvalue(), data, collate, self._board, batch_size, torch.device(device)
-        self.process = context.Process(target=_work, args=arguments, name=_NAME, daemon=True)
-        try:
-            self.process.start()
-        except BaseException:
-            self._pipe.close()
-            raise
-        finally:
-            theirs.close()
-        self.close = weakref.finalize(self, _stop, self.process, self._pipe, os.getpid())
-        """End the process; nothing of it is left."""
+        arguments = copied.getvalue(), data, collate, self._board, batch_size, torch.device(device)
+        self._child = Child(_work, *arguments, name="salience-scorer", start="spawn")
+        self.process, self.close = self._child.process, self._child.close
 
     @property
     def done(self) -> int:
@@ -143,13 +131,17 @@ class Scorer:
 
     def take(self) -> tuple[Ids, npt.NDArray[np.float32], int]:
         """Ids, their rows [9, m] and the window at whose start they were asked for: what is there, however little."""
-        if self._pipe.poll():
-            raise PluginError(self._last_words())
+        try:
+            if self._child.pipe.poll():  # it never sends but when it fails
+                self._child.receive()
+        except Lost as lost:
+            raise PluginError(str(lost)) from lost
         done = self.done
         if done or not len(self._ids):
             self._heard = time.monotonic()
         elif time.monotonic() - self._heard > self._patience:
             raise PluginError(f"it scored nothing in {self._patience:g} seconds")
+        fence()  # the number of scores before the scores
         new, self._brought = slice(self._brought, done), done
         return self._ids[new], self._board.values[:, new].numpy().copy(), self._window
 
@@ -157,6 +149,7 @@ class Scorer:
         """Score these with the weights as they are now; nothing happens where it is still busy taking the last question."""
         if int(self._board.counts[0]) != self._asked or not len(ids):
             return
+        fence()  # what was asked before has been taken
         with torch.no_grad():
             for place, tensor in zip(self._places, self._tensors, strict=True):
                 place.copy_(tensor)
@@ -164,52 +157,38 @@ class Scorer:
         self._ids, self._window, self._brought = ids, window, 0
         self._asked += 1
         try:
-            self._pipe.send_bytes(len(ids).to_bytes(8))
-        except OSError as cause:
-            raise PluginError(self._last_words()) from cause
-
-    def _last_words(self) -> str:
-        try:
-            return self._pipe.recv_bytes().decode()
-        except (EOFError, OSError):
-            self.process.join(1)  # its pipe is closed: it is gone, or about to be
-            guard = ": a script that starts processes trains under `if __name__ == '__main__':`"
-            return f"its process ended with code {self.process.exitcode}{guard if self.process.exitcode == 1 else ''}"
+            self._child.send(len(ids))
+        except Lost as lost:
+            raise PluginError(str(lost)) from lost
 
 
 def _work(
     pipe: Any, copied: bytes, data: Any, collate: Any, board: _Board, batch_size: int, device: torch.device
 ) -> None:
     """The process: one thread, lowest priority; it ends when the pipe does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends this
     os.nice(19)
     torch.set_num_threads(1)
-    try:
-        # Pickled by our own parent a moment ago.
-        model: nn.Module = torch.load(io.BytesIO(copied), map_location=device, weights_only=False).eval()
-        tensors = _tensors(model)
-        places = board.places(tensors)
-        while True:
-            count = int.from_bytes(pipe.recv_bytes())
-            board.counts[1] = 0
-            with torch.no_grad():
-                for tensor, place in zip(tensors, places, strict=True):
-                    tensor.copy_(place)
-            ids = board.ids[:count].numpy().copy()
-            board.counts[0] += 1
-            for start in range(0, count, batch_size):
-                if pipe.poll():
-                    break
-                order = Order(0, ids[start : start + batch_size])
-                end = start + len(order.ids)
-                board.values[:, start:end] = score(
-                    model, collate(data.__getitems__(order)).batch, len(order.ids), device
-                )
-                board.counts[1] = end
-    except (EOFError, ConnectionError):
-        pass
-    except Exception as error:
-        pipe.send_bytes(f"{type(error).__name__}: {error}"[:500].encode())
+    # Pickled by our own parent a moment ago.
+    model: nn.Module = torch.load(io.BytesIO(copied), map_location=device, weights_only=False).eval()
+    tensors = _tensors(model)
+    places = board.places(tensors)
+    while True:
+        count = pipe.recv()
+        board.counts[1] = 0
+        with torch.no_grad():
+            for tensor, place in zip(tensors, places, strict=True):
+                tensor.copy_(place)
+        ids = board.ids[:count].numpy().copy()
+        fence()  # all is taken before the run may write again
+        board.counts[0] += 1
+        for start in range(0, count, batch_size):
+            if pipe.poll():
+                break
+            order = Order(0, ids[start : start + batch_size])
+            end = start + len(order.ids)
+            board.values[:, start:end] = score(model, collate(data.__getitems__(order)).batch, len(order.ids), device)
+            fence()  # the scores before their number
+            board.counts[1] = end
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
@@ -217,17 +196,9 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 
 def _room(tensor: Tensor) -> int:
-    """Bytes, up to the next 16, where the next tensor of any type may begin."""
-    return -(-tensor.numel() * tensor.element_size() // 16) * 16
+    """Bytes, up to where the next tensor of any type may begin."""
+    return _aligned(tensor.numel() * tensor.element_size())
 
 
-def _stop(process: Any, pipe: Any, owner: int) -> None:
-    if os.getpid() != owner:  # a forked worker lets go of its copy
-        return
-    pipe.close()
-    process.terminate()
-    process.join(5)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
-    process.close()
+def _aligned(size: int) -> int:
+    return -(-size // 16) * 16

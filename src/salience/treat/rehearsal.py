@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from salience.errors import DataError
 from salience.feed.reads import Broken
+from salience.memory import Memory
 from salience.treat.dataset import Floats, Staged
 from salience.treat.seeding import globals_state, own_globals, seed_globals
 from salience.treat.slots import Slots, stored_bytes, taken_apart
@@ -133,7 +134,7 @@ def _kept(value: Any) -> tuple[int, float]:
         size = stored_bytes(value)
     except Exception:  # what cannot be taken apart is never kept
         return 1 << 61, 0.0
-    slots = Slots(size)
+    slots = Slots(Memory(size))
     slots.put(0, size, 0, 0, value)  # pages are there from now on
     begin = perf_counter()
     slots.put(0, size, 0, 0, value)

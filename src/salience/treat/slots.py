@@ -1,4 +1,4 @@
-"""Intermediates in memory that all workers of a node share: slots of one size, in a file without a name.
+"""Intermediates in memory that all workers of a node share: slots of one size, in shared memory (`salience.memory`).
 
 The training process says which sample has which slot; workers write and read. A slot says whose intermediate it holds and of
 which window, and what is not there is simply made again, to the same values. So nothing is locked, a worker that dies leaves at
@@ -8,11 +8,9 @@ most an invalid slot behind, and a resumed run needs none of the contents.
 from __future__ import annotations
 
 import io
-import mmap
 import os
 import pickle
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,8 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from salience.feed.shared import _anonymous  # pyright: ignore[reportPrivateUsage]
-from salience.ledger.exchange import Group
+from salience.memory import Memory, fence, node_memory
+from salience.ranks import Ranks
 
 HEADER = 32
 """Bytes in front of each slot: sample + 1, window, bytes, nothing."""
@@ -29,42 +27,18 @@ GRAIN = 64
 """Arrays begin at multiples of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
-    """How another process opens the memory, as long as its maker lives."""
-
-    path: str
-    capacity: int
-
-
 class Slots:
-    """`put` and `get` of intermediates; slot k of `size` bytes stands at k * size."""
+    """`put` and `get` of intermediates; slot k of `size` bytes stands at k * size, a multiple of 8."""
 
-    def __init__(self, capacity: int) -> None:
-        self._fd = _anonymous(max(capacity, mmap.PAGESIZE))
-        self.token = Token(f"/proc/{os.getpid()}/fd/{self._fd}", capacity)
-        self._map()
+    def __init__(self, memory: Memory) -> None:
+        self.__setstate__(memory)
 
-    @classmethod
-    def open(cls, token: Token) -> Slots:
-        self = object.__new__(cls)
-        self.__setstate__(token)
-        return self
+    def __getstate__(self) -> Memory:
+        return self._memory
 
-    def __getstate__(self) -> Token:
-        return self.token
-
-    def __setstate__(self, token: Token) -> None:
-        self._fd = os.open(token.path, os.O_RDWR)
-        self.token = token
-        self._map()
-
-    def __del__(self) -> None:
-        os.close(self._fd)
-
-    def _map(self) -> None:
-        whole = mmap.mmap(self._fd, max(self.token.capacity, mmap.PAGESIZE))
-        self._data = np.frombuffer(whole, dtype=np.uint8)
+    def __setstate__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._data: npt.NDArray[np.uint8] = memory.array(np.uint8, memory.size)
 
     def put(self, slot: int, size: int, sample: int, window: int, value: Any) -> bool:
         """Whether it could be kept: it fits, and can be taken apart."""
@@ -78,6 +52,7 @@ class Slots:
             return False
         at = slot * size
         self._data[at : at + HEADER].view(np.int64)[0] = 0
+        fence()
         # Written by system calls: through the mapping each page would be a fault, which costs more than the bytes do.
         table = np.array([window, total, 0, len(pieces), *(len(piece) for piece in pieces)], dtype=np.int64)
         written = [
@@ -85,10 +60,11 @@ class Slots:
             *((at + HEADER + start, piece) for start, piece in zip(starts, pieces, strict=True)),
         ]
         try:
-            if any(os.pwrite(self._fd, part.data, place) != part.nbytes for place, part in written):
+            if any(os.pwrite(self._memory.fd, part.data, place) != part.nbytes for place, part in written):
                 return False
         except OSError:  # no memory left
             return False
+        fence()
         self._data[at : at + HEADER].view(np.int64)[0] = sample + 1
         return True
 
@@ -96,9 +72,13 @@ class Slots:
         """A copy of what was put there for this sample in that window, in a tuple; None where it is not there."""
         place = self._data[slot * size : (slot + 1) * size]
         header = place[:HEADER].view(np.int64)
-        if header[0] != sample + 1 or header[1] != window:
+        if header[0] != sample + 1:
+            return None
+        fence()
+        if header[1] != window:
             return None
         data = place[HEADER : HEADER + int(header[2])].copy()
+        fence()
         if header[0] != sample + 1 or header[1] != window:  # somebody began to write meanwhile
             return None
         count = int(data[:8].view(np.int64)[0])
@@ -119,15 +99,9 @@ def _laid_out(lengths: list[int]) -> tuple[list[int], int]:
     return starts, at
 
 
-def slots_of(group: Group | None, capacity: int) -> Slots:
-    """The node's, made by its first rank and opened by the others."""
-    if group is None:
-        return Slots(capacity)
-    mine = Slots(capacity) if group.leads_node else None
-    path = group.of_leader("" if mine is None else mine.token.path)
-    slots = mine or Slots.open(Token(path, capacity))
-    group.barrier()
-    return slots
+def slots_of(group: Ranks | None, capacity: int) -> Slots:
+    """The slots of all ranks of this node."""
+    return Slots(node_memory(group, capacity))
 
 
 class _Pickler(pickle.Pickler):

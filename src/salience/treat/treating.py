@@ -13,8 +13,8 @@ import torch
 from salience.errors import ConfigError, DataError, StateError
 from salience.feed.sizes import memory_bytes
 from salience.ledger.copies import Copies
-from salience.ledger.exchange import Group
 from salience.plan import FRESH, LEVEL, REUSED, STORED, VIEW, Plan, Shard
+from salience.ranks import Ranks
 from salience.seeds import AUGMENT, generator
 from salience.treat.config import Treat
 from salience.treat.dataset import Clock, Note, Staged, Treatment
@@ -29,7 +29,7 @@ class Treating:
     """The treatment of one run."""
 
     def __init__(
-        self, dataset: Any, stages: Sequence[Stage], config: Treat, *, seed: int, workers: int, group: Group | None
+        self, dataset: Any, stages: Sequence[Stage], config: Treat, *, seed: int, workers: int, group: Ranks | None
     ) -> None:
         self.config, self.stages = config, tuple(stages)
         self.n, self._seed, self._workers, self._group = len(dataset), seed, workers, group
@@ -76,7 +76,7 @@ class Treating:
                 trouble = error
         if self._group is not None:  # everybody goes by what rank 0 saw
             self._group.agree(trouble, DataError("The stages failed in the rehearsal on rank 0; its message says how."))
-            numbers = np.array(self._group.first([*found.seconds, *found.sizes, *found.keeping, *found.random]))
+            numbers = np.array(self._group.broadcast([*found.seconds, *found.sizes, *found.keeping, *found.random]))
             seconds, sizes, keeping, random = np.split(numbers, [count + 1, 2 * count + 1, 3 * count + 1])
             found = Rehearsal(seconds, sizes.astype(np.int64), keeping, random.astype(bool), found.counts)
         return self._understand(found), found.counts
@@ -165,7 +165,7 @@ class Treating:
         if views == "auto":
             views = views_needed(saved, rest, compute)
         if self._group is not None:
-            number, views = map(int, self._group.first([KINDS.index(kind), views]))
+            number, views = map(int, self._group.broadcast([KINDS.index(kind), views]))
             kind = KINDS[number]
         return kind, views if kind == "echo" else 1
 

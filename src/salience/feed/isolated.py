@@ -1,4 +1,4 @@
-"""Work in a forked process beside this one.
+"""Work in a forked process of its own.
 
 The threads of obstore do not survive a fork: a worker forked from a process that has used it would wait for ever. So a
 process that may fork loader workers lets another one ask the store.
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from salience.child import Child, Lost
 from salience.errors import SalienceError, StoreError
 
 A = TypeVar("A")
@@ -40,32 +39,27 @@ def use(url: str) -> None:
     _user = os.getpid()
 
 
-class Apart(Generic[Q, A]):
-    """`work` as a function that runs in a process of its own, from the first call until `close`."""
+class Isolated(Generic[Q, A]):
+    """`work` as a function that runs in a process of its own, until `close`."""
 
     def __init__(self, work: Callable[[Q], A]) -> None:
-        context = multiprocessing.get_context("fork")
-        self._here, there = context.Pipe()
-        self._process = context.Process(target=_serve, args=(self._here, there, work), daemon=True)
-        self._process.start()
-        there.close()
+        self._child = Child(_serve, work, name="salience-store", start="fork")
         self._lock = threading.Lock()
-        self._owner = os.getpid()
-        self.close = weakref.finalize(self, _close, self._here, self._process, os.getpid())
+        self.close = self._child.close
 
     @property
     def alive(self) -> bool:
         """Whether it can be asked: not closed, and started by this process rather than by the one this was forked from."""
-        return self.close.alive and self._owner == os.getpid()
+        return self._child.mine
 
     def __call__(self, question: Q) -> A:
         with self._lock:
             try:
-                self._here.send(question)
-                done, answer = self._here.recv()
+                self._child.send(question)
+                done, answer = self._child.receive()
             except BaseException as error:  # also an interrupt: the next answer would be to this question
                 self.close()
-                if isinstance(error, (EOFError, OSError)):
+                if isinstance(error, Lost):
                     raise StoreError("The process that reads from the store died; try again.") from None
                 raise
         if not done:
@@ -77,32 +71,20 @@ def once(work: Callable[[], A]) -> A:
     """The result of `work`, done in a process of its own."""
     if not needed():
         return work()
-    process = Apart[None, A](lambda _: work())
+    process = Isolated[None, A](lambda _: work())
     try:
         return process(None)
     finally:
         process.close()
 
 
-def _serve(theirs: Any, ours: Any, work: Callable[[Any], Any]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process is told, and closes the pipe
-    theirs.close()
+def _serve(pipe: Any, work: Callable[[Any], Any]) -> None:
     while True:
-        try:
-            question = ours.recv()
-        except (EOFError, OSError):
-            return
+        question = pipe.recv()
         try:
             answer = True, work(question)
         except SalienceError as error:
             answer = False, error
         except Exception as error:
             answer = False, StoreError(f"The store could not be asked: {type(error).__name__}.")
-        ours.send(answer)
-
-
-def _close(here: Any, process: Any, owner: int) -> None:
-    here.close()
-    if os.getpid() == owner:
-        process.kill()
-        process.join()
+        pipe.send(answer)

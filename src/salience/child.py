@@ -1,0 +1,164 @@
+"""Helper processes: started with a pipe to them, watched, and ended with the process that started them.
+
+What a helper sends through the pipe comes out of `receive`; an exception that ends it is told there in its own words, and so is
+a death without any. Nobody is left behind: a helper ends when its Child is closed or forgotten, and when its parent dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from typing import Any, Literal
+
+LOOKS = 1.0
+"""Seconds between two looks of a helper whether its parent is still there."""
+WORDS = 500
+"""Characters of an exception that are handed over."""
+
+
+class Lost(RuntimeError):
+    """A helper process failed or is gone; the message says how. Callers say what that means for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    text: str
+
+
+class Child:
+    """A process that runs `work(pipe, *arguments)`."""
+
+    def __init__(
+        self,
+        work: Callable[..., None],
+        *arguments: Any,
+        name: str,
+        start: Literal["fork", "spawn"],
+        farewell: float = 0.0,
+        ends_itself: bool = False,
+    ) -> None:
+        """`farewell`: seconds in which it may end by itself when it is closed, told by a None in the pipe; then it is killed.
+        `ends_itself`: it looks after its parent on its own, since it has something to finish when that dies."""
+        if start == "spawn" and multiprocessing.current_process().name == name:
+            raise SystemExit(1)  # a script without a guard, which starts everything again when it is imported
+        context: Any = multiprocessing.get_context(start)
+        self.pipe, theirs = context.Pipe()
+        # A fork has a copy of our end, which would keep the pipe open; a new process has not.
+        ours = self.pipe if start == "fork" else None
+        arguments = (theirs, ours, None if ends_itself else os.getpid(), work, arguments)
+        self.process = context.Process(target=_main, args=arguments, name=name, daemon=True)
+        self._owner, self._guard, self._watch = os.getpid(), start == "spawn", None
+        try:
+            self.process.start()
+        except BaseException:
+            self.pipe.close()
+            raise
+        finally:
+            theirs.close()
+        self.close = weakref.finalize(self, _close, self.pipe, self.process, self._owner, farewell)
+        """End the process; nothing of it is left."""
+
+    @property
+    def mine(self) -> bool:
+        """Whether it can be asked: not closed, and started by this process rather than by the one this was forked from."""
+        return self.close.alive and self._owner == os.getpid()
+
+    @property
+    def alive(self) -> bool:
+        return self.mine and self.process.is_alive()
+
+    def on_end(self, call: Callable[[], None]) -> None:
+        """Call this from a thread when the process ends, however it does. It must not hold this Child."""
+        ends = os.dup(self.process.sentinel)  # the process object may be gone before the thread looks
+        self._watch = threading.Thread(target=_watch, args=(ends, call), daemon=True)
+        self._watch.start()
+
+    def end(self) -> None:
+        """Close, and wait until the call of `on_end` has returned."""
+        self.close()
+        if self._watch is not None:
+            self._watch.join()
+
+    def send(self, message: Any) -> None:
+        """Raises Lost where the process is gone."""
+        try:
+            self.pipe.send(message)
+        except OSError as cause:
+            raise Lost(self._last_words()) from cause
+
+    def receive(self) -> Any:
+        """The next message; waits for it. Raises Lost where the process failed, or is gone."""
+        try:
+            message = self.pipe.recv()
+        except (EOFError, OSError) as cause:
+            raise Lost(self._how_it_ended()) from cause
+        if isinstance(message, _Failure):
+            raise Lost(message.text)
+        return message
+
+    def _last_words(self) -> str:
+        """Why it is gone; what it sent before that is of no use any more."""
+        try:
+            while True:
+                self.receive()
+        except Lost as words:
+            return str(words)
+
+    def _how_it_ended(self) -> str:
+        self.process.join(1)  # its pipe is closed: it is gone, or about to be
+        code = self.process.exitcode
+        guard = ": a script that starts processes trains under `if __name__ == '__main__':`"
+        return f"its process ended with code {code}{guard if code == 1 and self._guard else ''}"
+
+
+def _main(pipe: Any, theirs: Any, parent: int | None, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    """What the process does."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # those are for the parent, which ends this
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if theirs is not None:
+        theirs.close()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    try:
+        work(pipe, *arguments)
+    except (EOFError, ConnectionError):
+        pass  # nobody listens any more
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            pipe.send(_Failure(f"{type(error).__name__}: {error}"[:WORDS]))
+
+
+def _end_with(parent: int) -> None:
+    """The end of the pipe tells it too, but not while a process that was forked from the parent holds a copy."""
+    while os.getppid() == parent:
+        time.sleep(LOOKS)
+    os._exit(1)
+
+
+def _watch(ends: int, call: Callable[[], None]) -> None:
+    wait([ends])
+    os.close(ends)
+    call()
+
+
+def _close(pipe: Any, process: Any, owner: int, farewell: float) -> None:
+    mine = os.getpid() == owner
+    if mine and farewell:
+        with contextlib.suppress(OSError):
+            pipe.send(None)  # processes forked meanwhile have this end too, so that closing it alone tells nothing
+    pipe.close()
+    if mine:  # a forked process only lets go of its copy
+        if farewell:
+            process.join(farewell)
+        process.kill()
+        process.join()
+        process.close()

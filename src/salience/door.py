@@ -1,0 +1,329 @@
+"""What both front doors offer: the losses, progress, reports and state of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from salience.events import EventLog
+from salience.ledger import Ledger
+from salience.ledger.copies import Copies
+from salience.plan import Plan, Trace
+from salience.ranks import current_ranks
+from salience.report.sinks import Sink
+from salience.run import Run
+from salience.run.copying import Copying
+from salience.run.iterating import BatchIterator, BatchSource, Doors
+from salience.run.part import Setup, Voice, parse_count
+from salience.run.planning import Planning
+from salience.run.recording import Recording
+from salience.run.selection import Select
+from salience.run.sensing import MakeScorer, Sensing
+from salience.run.watching import Watching, open_sinks
+from salience.select.reference import Opinion, reference_of
+from salience.select.steering import Paths
+from salience.signals.ghost import Extent
+from salience.watch import Steps, Stopwatch
+from salience.watch.probe import Probe
+
+
+class Parts:
+    """The parts that every run has, made from what a user passes."""
+
+    def __init__(
+        self,
+        n: int,
+        *,
+        batch_size: int,
+        epochs: int | None,
+        select: Select,
+        seed: int,
+        drop_last: bool,
+        window: int | str | None,
+        generator: torch.Generator | None,
+        ledger: Ledger | str | Path | None,
+        reference: Opinion | Sequence[Opinion] | None,
+        baseline: Paths | None,
+        embeddings: npt.ArrayLike | None,
+        trace: str | Path | None,
+        log: EventLog | str | Path | None,
+        sinks: Sequence[str | Sink],
+        strict: bool,
+    ) -> None:
+        self.setup = Setup(
+            n=n, batch_size=batch_size, epochs=epochs, seed=seed, drop_last=drop_last, ranks=current_ranks(),
+            window=None if window is None else parse_count(window),
+        )  # fmt: skip
+        events = log if isinstance(log, EventLog) else EventLog(log if self.setup.rank == 0 else None)
+        self.voice = Voice(events, strict=strict)
+        open_sinks(self.setup, self.voice, sinks)
+        self.watching = Watching()
+        self.planning = Planning(
+            self.setup, select, self.voice, baseline=baseline, shuffle=generator,
+            trace=None if trace is None else Trace(trace),
+        )  # fmt: skip
+        self.recording = Recording(self.setup, self.voice, ledger)
+        self.copying = Copying(self.setup, self.voice, self.planning.pipeline, embeddings)
+        given = None if reference is None else reference_of(reference, n)
+        self.sensing = Sensing(self.setup, self.voice, self.recording.recorder, self.watching.watch, given)
+
+    def run(self, **more: Any) -> Run:
+        """The run they make up, with `more` parts."""
+        return Run(
+            self.setup, self.voice, recording=self.recording, planning=self.planning, copying=self.copying,
+            sensing=self.sensing, watching=self.watching, **more,
+        )  # fmt: skip
+
+
+class Door:
+    """The front of a run, which `Loader` and `Selector` share."""
+
+    def __init__(self, run: Run, source: BatchSource, make_scorer: MakeScorer | None = None) -> None:
+        self._run, self._doors, self._make_scorer = run, Doors(run, source), make_scorer
+        if run.planning.lacks_baseline:
+            run.voice.warn(
+                'keep = "auto" has no baseline and stays at its default curve; pass baseline= the event log(s) of earlier '
+                "runs that called loader.evaluated(metric)."
+            )
+
+    # --- iterating ---
+
+    def __iter__(self) -> BatchIterator:
+        """The batches of the next window. It is used up once a batch is taken from it."""
+        return self._doors.iterate()
+
+    def __len__(self) -> int:
+        """Batches of the epoch in progress, or of the next one; exact once iter() was called, if it is planned at once."""
+        return len(self._run)
+
+    # --- losses ---
+
+    def loss(
+        self,
+        losses: Tensor,
+        logits: Tensor | None = None,
+        targets: Tensor | None = None,
+        ids: Tensor | None = None,
+        *,
+        again: bool = False,
+    ) -> Tensor:
+        """Record per-sample losses and return their weighted mean, sum(w * l) / B.
+
+        With `logits` [B, C] and integer `targets` [B], the ledger also learns margins, guesses and more. Over several ranks
+        the result is sum(w * l) * world / B_global, so that DDP's mean over ranks is the gradient of the whole batch.
+        Nothing here waits for the device. Where `select` says so (selective_backprop) and the loop has not called `pick`,
+        the mean is over the samples picked here.
+
+        Each batch has one loss, in the order of delivery; a loop that fetches ahead passes the `ids` that came with the
+        batch. `again=True` allows a second loss for the same batch.
+        """
+        return self._run.loss(losses, logits, targets, ids, again=again)
+
+    def skip(self) -> None:
+        """Say that the batch delivered last gets no loss, on purpose."""
+        self._run.recording.skip()
+
+    def pick(
+        self,
+        losses: Tensor,
+        logits: Tensor | None = None,
+        targets: Tensor | None = None,
+        *,
+        share: float | None = None,
+        power: float | None = None,
+    ) -> Tensor:
+        """Choose after the forward pass: positions of round(share * B) samples of this batch, int64, on its device.
+
+        The harder among recent losses, the likelier: P ~ percentile^power (selective backprop). `share` is what `select`
+        says, or a half; `power` is 1 / share - 1, with which percentile^power is `share` on average. All samples
+        count as seen; those later given to `loss(losses[keep], ...)` count as trained. Seeded by (seed, step).
+        """
+        recording, picks = self._run.recording, self._run.planning.picks
+        batch = recording.batch_of(None)
+        share = (picks if picks < 1 else 0.5) if share is None else share
+        batch.kept = recording.pick("pick", batch, losses, logits, targets, share=share, power=power)
+        return batch.kept
+
+    def relabelled(self, targets: Tensor, ids: Tensor | None = None) -> Tensor:
+        """The batch's targets with suspected ones replaced by the class the model gives; yours to use, off otherwise.
+
+        Make the loss of what this returns, and pass the targets as they were delivered to `loss()`.
+        """
+        return self._run.recording.relabelled(targets, ids)
+
+    # --- the model, and validation results ---
+
+    def attach(
+        self,
+        model: nn.Module,
+        *,
+        grad_norm: Extent | None = None,
+        every: int = 1,
+        features: bool = False,
+        proxy: nn.Module | None = None,
+        proxy_optimizer: torch.optim.Optimizer | None = None,
+        background: torch.device | str | bool = False,
+    ) -> None:
+        """Enable scores that need the model, by hooks on its layers; once more after a resume, since no state has them.
+
+        Norms of per-sample gradients go into the ledger (`grad_norm`) when a plug-in reads them or `grad_norm` says
+        how: "all" is exact over every Linear and Conv2d; "auto" takes them from the last one backwards within a tenth
+        of the step's operations; "last" takes the last one, which bounds the others up to a factor; a model that has
+        neither is judged by its output's gradient. Other layers (norms, embeddings, packed attention weights) are not
+        in it; the `signals` event names them. `every` = k makes norms in one of k steps. `features` keeps what the last
+        Linear was given.
+
+        `proxy` is a small model that `loss(losses, logits, targets)` trains on the same inputs (the first tensor `model` is
+        given) and targets, by `proxy_optimizer` (else SGD, learning rate 0.01, momentum 0.9); where no `reference=` was
+        given, its losses are it. `background` (True, or a device instead of the CPU) scores samples that are not picked in a
+        process beside the training, so that what is known of them does not age.
+        """
+        run = self._run
+        kept = run.copying.want_features(observing=features and run.planning.pipeline is None)
+        searching = run.copying.search is not None
+        run.sensing.attach(
+            model, grad_norm=grad_norm or ("auto" if run.planning.reads("grad_norm") else None), every=every,
+            takes_features=features or searching, keeps_features=searching, features=kept, proxy=proxy,
+            proxy_optimizer=proxy_optimizer, background=background, make_scorer=self._make_scorer,
+        )  # fmt: skip
+
+    def detach(self) -> None:
+        """Take the hooks of `attach` off the model again, and let go of the proxy and the background scorer."""
+        self._run.sensing.detach()
+
+    def evaluated(self, metric: float, **more: float) -> None:
+        """Report a validation result, higher is better; it goes into the event log and steers keep = "auto"."""
+        self._run.evaluated(float(metric), more)
+
+    # --- how far, and what is known ---
+
+    @property
+    def n(self) -> int:
+        """Samples of the data set."""
+        return self._run.setup.n
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per batch on each rank."""
+        return self._run.setup.batch_size
+
+    @property
+    def epochs(self) -> int | None:
+        return self._run.setup.epochs
+
+    @property
+    def seed(self) -> int:
+        return self._run.setup.seed
+
+    @property
+    def drop_last(self) -> bool:
+        return self._run.setup.drop_last
+
+    @property
+    def rank(self) -> int:
+        return self._run.setup.rank
+
+    @property
+    def world(self) -> int:
+        return self._run.setup.world
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in progress, or the next one between two epochs."""
+        return self._run.course.window // self._run.setup.pieces
+
+    @property
+    def progress(self) -> float:
+        """From 0 to 1 over the whole run, in sample visits; needs `epochs`."""
+        return self._run.course.progress
+
+    @property
+    def visits(self) -> int:
+        """Sample visits made so far, over all ranks."""
+        return self._run.course.visits
+
+    @property
+    def visits_expected(self) -> int | None:
+        """Sample visits of the whole run, over all ranks, as far as they can be known now; None without `epochs`."""
+        return self._run.course.visits_expected
+
+    @property
+    def total_steps(self) -> int | None:
+        """Batches of the whole run on each rank, or None where a plug-in decides as it goes."""
+        return self._run.planning.total_steps
+
+    @property
+    def lr_scale(self) -> float:
+        """Factor on the learning rate of the next step that goes with its batch size; 1 unless steps = "constant".
+
+        After a window's last batch it is that of the window to come, as far as the curve tells.
+        """
+        return self._run.lr_scale
+
+    @property
+    def batch_len(self) -> int:
+        """Samples in the batch delivered last."""
+        batch = self._run.recording.batch
+        return 0 if batch is None else len(batch.ids)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the window in progress, or of the last one."""
+        shard = self._run.course.shard
+        return None if shard is None else shard.plan
+
+    @property
+    def ledger(self) -> Ledger:
+        """What is known of every sample, up to date; with several ranks, as of the last window's end."""
+        return self._run.ledger
+
+    @property
+    def copies(self) -> Copies | None:
+        """Which samples are copies of each other, as far as they were looked for."""
+        return self._run.copying.found
+
+    @property
+    def events(self) -> EventLog:
+        """The event log."""
+        return self._run.events
+
+    @property
+    def watch(self) -> Stopwatch:
+        """Seconds that salience took for itself, by name."""
+        return self._run.watching.watch
+
+    @property
+    def steps(self) -> Steps:
+        """What the training loop does with its time."""
+        return self._run.watching.steps
+
+    @property
+    def probe(self) -> Probe | None:
+        """Measures the loader alone and the loop alone now and then; None unless somebody asked."""
+        return self._run.watching.probe
+
+    @probe.setter
+    def probe(self, probe: Probe | None) -> None:
+        self._run.watching.probe = probe
+
+    def summary(self) -> dict[str, Any]:
+        """What the run taught us so far: per-class statistics, hardest and never-learnt samples, what could be saved."""
+        return self._run.summary()
+
+    def report(self) -> str:
+        """The summary as text, also written to the event log, as are the findings behind it."""
+        return self._run.report()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on as if never stopped. With several ranks, every rank must call it."""
+        return self._run.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict()` was taken: the next iteration delivers the rest of that window."""
+        self._doors.serial += 1
+        self._run.load_state_dict(state)

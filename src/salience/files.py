@@ -1,0 +1,87 @@
+"""Files that appear whole or not at all, and arrays in them without pickle."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import zipfile
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from salience.errors import StateError
+
+
+@contextmanager
+def atomic(
+    path: str | Path, *, part: str | Path | None = None, previous: str | Path | None = None, sync: bool = True
+) -> Generator[BinaryIO]:
+    """A file to write to, which becomes `path` at the end of the block; after an exception `path` is as it was.
+
+    The file is written beside `path`, under a name of its own or as `part` (a name that stays the same is overwritten by the
+    next run where one was killed). What `path` was before is kept as `previous`, if that is given. With `sync`, the contents
+    survive a power cut. An exception of the block is raised as it is, whatever becomes of the clean-up.
+    """
+    path = Path(path)
+    given = part is not None
+    part = Path(part) if part is not None else path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_TRUNC if given else os.O_EXCL)
+    handle = os.open(part, flags, 0o666)  # less the umask, as for any other file
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        if previous is not None and path.exists():
+            os.replace(path, previous)
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+    if sync:
+        _sync_folder(path.parent)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a text file in UTF-8; it appears whole or not at all."""
+    with atomic(path) as file:
+        file.write(text.encode())
+
+
+def write_npz(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write arrays into one file, without pickle; folders are made where they are missing."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic(path) as file:
+        np.savez(file, allow_pickle=False, **arrays)  # pyright: ignore[reportArgumentType]
+
+
+def read_npz(path: str | Path, wanted: str, what: str) -> dict[str, Any]:
+    """All arrays of a file that `write_npz` wrote with format `wanted`; never unpickles."""
+    try:
+        with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except FileNotFoundError as cause:
+        raise StateError(f"There is no {what} at {str(path)!r}.") from cause
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as cause:
+        raise StateError(f"{str(path)!r} is damaged or not a {what}: {cause}.") from cause
+    found = str(arrays.pop("format", "nothing"))
+    if found != wanted:
+        raise StateError(f"{str(path)!r} is not a {what}: its format is {found!r}, wanted {wanted!r}.")
+    return arrays
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the rename itself survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # not every file system can
+            os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,168 @@
+"""Memory that processes of one node share: made by one of them, opened by the others.
+
+On Linux it is an anonymous memory file. It has no name and needs no room in /dev/shm, so that nothing is left behind by a crash
+and small containers have no trouble; other processes open it through the one that made it. Elsewhere it is a file that only its
+owner may open, under a name that cannot be guessed, removed by its maker.
+
+Who writes and who reads without a lock needs an order: first the data, then the flag that says they are there. x86 keeps the
+stores of a program in order, and its loads; ARM and others do not. So every such protocol has a `fence()` between data and
+flag, on both sides, which is a memory barrier where the processor needs one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import secrets
+import tempfile
+import threading
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from salience.errors import StateError
+from salience.ranks import Ranks
+
+STORES_IN_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
+"""True where the processor keeps the order of stores and that of loads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """How another process of the node opens a piece of memory, as long as its maker holds it."""
+
+    path: str
+    size: int
+    inode: int
+    """Tells another file of the same number, or name, from this one."""
+
+
+class Memory:
+    """`size` bytes, zero at first. Only pages that are written to take room. Pickled, it is opened at the other end."""
+
+    def __init__(self, size: int) -> None:
+        fd, path = _anonymous() or _named(_folder(size))
+        shown = f"/proc/{os.getpid()}/fd/{fd}" if path is None else path
+        self._begin(fd, Token(shown, size, os.fstat(fd).st_ino), path, new=True)
+
+    @classmethod
+    def open(cls, token: Token) -> Memory:
+        """The same memory in another process."""
+        self = object.__new__(cls)
+        self.__setstate__(token)
+        return self
+
+    def __getstate__(self) -> Token:
+        return self.token
+
+    def __setstate__(self, token: Token) -> None:
+        link = token.path.startswith("/proc/")  # of the kernel's making; any other is not to be followed
+        try:
+            fd = os.open(token.path, os.O_RDWR | os.O_CLOEXEC | (0 if link else os.O_NOFOLLOW))
+        except OSError as cause:
+            raise StateError(
+                f"The shared memory {token.path} cannot be opened ({cause.strerror}): the process that made it has let go of "
+                "it, belongs to another user, or runs in another container; processes of one node must see each other."
+            ) from cause
+        found = os.fstat(fd)
+        if (found.st_ino, found.st_size) != (token.inode, _whole(token.size)):
+            os.close(fd)
+            raise StateError(f"The shared memory {token.path} is gone: the process that made it has let go of it.")
+        self._begin(fd, token, None, new=False)
+
+    def _begin(self, fd: int, token: Token, unlink: str | None, *, new: bool) -> None:
+        self.token, self.size, self.fd = token, token.size, fd
+        self.close = weakref.finalize(self, _release, fd, unlink, os.getpid())
+        """Let go of it: others cannot open it any more. Arrays that lie in it stay valid."""
+        try:
+            if new:
+                os.ftruncate(fd, _whole(token.size))
+            self.buffer = mmap.mmap(fd, _whole(token.size))
+        except OSError as cause:
+            self.close()
+            raise StateError(f"{token.size:,} bytes of shared memory cannot be had: {cause.strerror}.") from cause
+
+    def array(self, dtype: npt.DTypeLike, count: int, offset: int = 0) -> npt.NDArray[Any]:
+        """`count` elements from byte `offset` on, [count]; writing to it is seen by all."""
+        return np.frombuffer(self.buffer, dtype=dtype, count=count, offset=offset)
+
+
+def node_memory(ranks: Ranks | None, size: int) -> Memory:
+    """Memory of all ranks of a node, made by the first of them; a collective call. When one rank fails, all do."""
+    if ranks is None:
+        return Memory(size)
+    memory: Memory | None = None
+    trouble: Exception | None = None
+    try:
+        memory = Memory(size) if ranks.leads_node else None
+    except StateError as error:
+        trouble = error
+    path, inode = ranks.node_broadcast(("", 0) if memory is None else (memory.token.path, memory.token.inode))
+    if path and memory is None:
+        try:
+            memory = Memory.open(Token(path, size, inode))
+        except StateError as error:
+            trouble = error
+    ranks.agree(trouble, StateError("Another rank has no shared memory; its message says why."))
+    assert memory is not None
+    return memory
+
+
+def fence() -> None:
+    """Keep what was stored and loaded before this apart from what comes after it, as other processes see it.
+
+    A lock that is released orders what came before, one that is acquired what comes after, and no processor moves an acquire
+    before an earlier release. The lock is a new one, so that a fork finds nobody holding it.
+    """
+    if STORES_IN_ORDER:
+        return
+    lock = threading.Lock()
+    for _ in range(2):
+        with lock:
+            pass
+
+
+def _whole(size: int) -> int:
+    """In whole pages, at least one."""
+    return max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE
+
+
+def _anonymous() -> tuple[int, None] | None:
+    """None where the system has no anonymous memory files, or forbids them."""
+    try:
+        return os.memfd_create("salience"), None
+    except (AttributeError, OSError):
+        return None
+
+
+def _named(folder: Path) -> tuple[int, str]:
+    """A new file that nobody else can have prepared, for its owner alone."""
+    path = str(folder / f"salience-{secrets.token_hex(16)}")
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), path
+    except OSError as cause:
+        raise StateError(
+            f"Shared memory needs a file in {str(folder)!r}, which cannot be made ({cause.strerror}); set TMPDIR to a folder "
+            "that can be written to."
+        ) from cause
+
+
+def _folder(size: int) -> Path:
+    """In memory where there is room, else the temporary folder."""
+    for folder in (Path("/dev/shm"), Path(tempfile.gettempdir())):
+        if folder.is_dir() and os.access(folder, os.W_OK):
+            room = os.statvfs(folder)
+            if room.f_bavail * room.f_frsize > 2 * size:
+                return folder
+    return Path(tempfile.gettempdir())
+
+
+def _release(fd: int, path: str | None, owner: int) -> None:
+    os.close(fd)
+    if path is not None and os.getpid() == owner:  # a forked process lets go of its copy
+        Path(path).unlink(missing_ok=True)

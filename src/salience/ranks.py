@@ -1,0 +1,248 @@
+"""The ranks of a run: who they are, which of them share this node, and the few collectives that we use.
+
+Every collective has a deadline. When it passes, or when a rank is lost, each waiting rank raises `RankError`, which names the
+ranks that have not come as far, wherever the process group has a store to look it up in. No other module asks
+`torch.distributed`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from salience.errors import ConfigError, RankError
+
+T = TypeVar("T")
+
+DEADLINES = {"nccl": 600.0}
+"""Seconds after which torch itself gives up a collective of a backend, by default,"""
+OTHER_DEADLINE = 1800.0
+"""and of all other backends."""
+EARLIER = 0.95
+"""Share of that time after which we give up, so that the message is ours."""
+DATA_PARALLEL = ("dp", "data", "data_parallel")
+"""Names of the dimension of a device mesh along which samples are divided."""
+
+
+class Ranks:
+    """The ranks of a process group. Making one is a collective call, and so is every method."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        dim: str | None = None,
+        deadline: float | None = None,
+        node: int | None = None,
+    ) -> None:
+        """`group` is a process group (None = the default one) or a device mesh, of which `dim` is the data-parallel dimension.
+
+        `deadline` is in seconds; None = a little less than the time-out of the group. `node` is a number that ranks of one node
+        share; None = found out.
+        """
+        if isinstance(group, DeviceMesh):
+            group = _dimension(group, dim)
+        elif dim is not None:
+            raise ConfigError(f"dim is {dim!r}, which belongs to a DeviceMesh; pass the mesh, or leave dim out.")
+        self._group: Any = dist.group.WORLD if group is None else group
+        self.rank = dist.get_rank(self._group)
+        self.world = dist.get_world_size(self._group)
+        on_gpu = dist.get_backend(self._group) == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self.deadline = _patience(self._group, self._device) if deadline is None else deadline
+        """Seconds that a collective may take."""
+        self._count = 0
+        """Collectives begun so far."""
+        self._store: Any = None
+        mine = torch.tensor([_node() if node is None else node, int.from_bytes(os.urandom(7))], dtype=torch.int64)
+        seen = torch.stack(self.all_gather(mine, name="Ranks"))
+        nodes = seen[:, 0].tolist()
+        self.node_ranks = [rank for rank, other in enumerate(nodes) if other == nodes[self.rank]]
+        """The ranks of this node, lowest first."""
+        self.node_leader = self.node_ranks[0]
+        self.leads_node = self.node_leader == self.rank
+        self.several_nodes = len(self.node_ranks) < self.world
+        self._key = f"salience/ranks/{int(seen[0, 1]):x}"
+        with contextlib.suppress(RuntimeError):  # a group without a store: then ranks are not named
+            self._store = self._group.get_group_store() if hasattr(self._group, "get_group_store") else None
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here."""
+        self._any(False, "barrier")
+
+    def agree(self, trouble: Exception | None, elsewhere: Exception) -> None:
+        """Raise on every rank when one has trouble: its own there, `elsewhere` on the others. Otherwise a barrier."""
+        anywhere = self._any(trouble is not None, "agree")
+        if trouble is not None:
+            raise trouble
+        if anywhere:
+            raise elsewhere
+
+    def all_max(self, array: npt.NDArray[Any]) -> None:
+        """Fill `array` with the maximum over all ranks, element by element."""
+        moved = torch.from_numpy(array).to(self._device)
+        self._wait("all_max", dist.all_reduce, moved, dist.ReduceOp.MAX, self._group)
+        array[:] = moved.cpu().numpy()
+
+    def broadcast_array(self, array: npt.NDArray[Any]) -> None:
+        """Fill `array`, of the same shape and type on every rank, with rank 0's."""
+        self._broadcast(moved := torch.from_numpy(array).to(self._device), "broadcast_array")
+        array[:] = moved.cpu().numpy()
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value, on every rank; anything that JSON can hold."""
+        data = _packed(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
+        self._broadcast(length := torch.tensor([len(data)], device=self._device), "broadcast")
+        moved = (
+            data.to(self._device)
+            if self.rank == 0
+            else torch.empty(int(length), dtype=torch.uint8, device=self._device)
+        )
+        self._broadcast(moved, "broadcast")
+        return _unpacked(moved.cpu())
+
+    def gather_objects(self, value: T) -> list[T]:
+        """What each rank passed, by rank; anything that JSON can hold."""
+        return [_unpacked(part) for part in self.all_gather_ragged(_packed(value), name="gather_objects")]
+
+    def node_gather(self, value: T) -> list[T]:
+        """What each rank of this node passed."""
+        parts = self.gather_objects(value)
+        return [parts[rank] for rank in self.node_ranks]
+
+    def node_broadcast(self, value: T) -> T:
+        """What the first rank of this node passed."""
+        return self.gather_objects(value)[self.node_leader]
+
+    def all_gather(self, tensor: Tensor, *, name: str = "all_gather") -> list[Tensor]:
+        """Tensors of equal shape from all ranks, on the CPU."""
+        mine = tensor.to(self._device)
+        out = [torch.empty_like(mine) for _ in range(self.world)]
+        self._wait(name, dist.all_gather, out, mine, self._group)
+        return [part.cpu() for part in out]
+
+    def all_gather_ragged(self, tensor: Tensor, *, name: str = "all_gather_ragged") -> list[Tensor]:
+        """Tensors [n] of any length from all ranks: padded to the longest, since all_gather wants equal sizes."""
+        lengths = [int(n) for n in self.all_gather(torch.tensor([len(tensor)]), name=name)]
+        padded = torch.zeros(max(lengths), dtype=tensor.dtype)
+        padded[: len(tensor)] = tensor
+        return [part[:n] for part, n in zip(self.all_gather(padded, name=name), lengths, strict=True)]
+
+    def _any(self, here: bool, name: str) -> bool:
+        flag = torch.tensor([here], dtype=torch.int64, device=self._device)
+        self._wait(name, dist.all_reduce, flag, dist.ReduceOp.MAX, self._group)
+        return int(flag) > 0
+
+    def _broadcast(self, tensor: Tensor, name: str) -> None:
+        source = dist.get_global_rank(self._group, 0)
+        self._wait(name, dist.broadcast, tensor, source, self._group)
+
+    def _wait(self, name: str, begin: Callable[..., Any], *arguments: Any) -> None:
+        """Begin a collective and wait for its end, until the deadline."""
+        self._count += 1
+        try:
+            if self._store is not None:
+                self._store.set(f"{self._key}/{self.rank}", str(self._count))  # a few microseconds
+            work = begin(*arguments, async_op=True)
+            if self._device.type == "cpu":
+                work.wait(timedelta(seconds=self.deadline))
+            else:
+                _wait_on_gpu(work, self.deadline)
+        except RuntimeError as cause:
+            raise RankError(self._complaint(name)) from cause
+
+    def _complaint(self, name: str) -> str:
+        waits = self._behind()
+        if waits:
+            who = f"{'rank' if len(waits) == 1 else 'ranks'} {', '.join(map(str, waits))} of {self.world} did not reach it"
+        else:
+            who = "a rank was lost or did not reach it (torch.distributed.monitored_barrier names the missing ones under Gloo)"
+        return (
+            f"Rank {self.rank} gave up the collective {name!r}, for which it waits {self.deadline:g} s at most: {who}. Look "
+            "for the first error of those; every rank must iterate and call state_dict(), summary() and report() equally often."
+        )
+
+    def _behind(self) -> list[int]:
+        """Ranks that have begun fewer collectives than this one."""
+        found: list[int] = []
+        store = self._store
+        if store is None:
+            return found
+        with contextlib.suppress(RuntimeError, ValueError):  # the store went with the rank that kept it
+            for rank in range(self.world):
+                key = f"{self._key}/{rank}"
+                if rank != self.rank and (not store.check([key]) or int(store.get(key)) < self._count):
+                    found.append(rank)
+        return found
+
+
+def current_ranks() -> Ranks | None:
+    """The ranks of the default process group; None in a single process."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return Ranks()
+    return None
+
+
+def _dimension(mesh: DeviceMesh, dim: str | None) -> dist.ProcessGroup:
+    """The process group of the data-parallel dimension of a mesh."""
+    names = mesh.mesh_dim_names or ()
+    if dim is None:
+        if mesh.ndim == 1:
+            return mesh.get_group()
+        dim = next((name for name in DATA_PARALLEL if name in names), None)
+    if dim is None or dim not in names:
+        raise ConfigError(
+            f"The device mesh has the dimensions {names or 'without names'}; pass dim=, the name of the data-parallel one."
+        )
+    return mesh.get_group(dim)
+
+
+def _patience(group: dist.ProcessGroup, device: torch.device) -> float:
+    """A little less than the time-out that the group was made with, or that torch gives it by default."""
+    seconds = DEADLINES.get(dist.get_backend(group), OTHER_DEADLINE)
+    with contextlib.suppress(AttributeError, RuntimeError):  # only some backends tell
+        seconds = group._get_backend(device).options._timeout.total_seconds()  # pyright: ignore
+    return EARLIER * seconds
+
+
+def _wait_on_gpu(work: Any, deadline: float) -> None:
+    """NCCL's own wait returns at once; what follows would then wait without a deadline."""
+    end, pause = time.monotonic() + deadline, 0.00002
+    while not work.is_completed():
+        if time.monotonic() > end:
+            raise RuntimeError(f"not finished in {deadline:g} s")
+        time.sleep(pause)
+        pause = min(0.002, 1.5 * pause)
+    work.wait()
+
+
+def _packed(value: Any) -> Tensor:
+    text = json.dumps(value, default=lambda number: number.item())  # NumPy's numbers as Python's
+    return torch.from_numpy(np.frombuffer(text.encode(), dtype=np.uint8).copy())
+
+
+def _unpacked(data: Tensor) -> Any:
+    return json.loads(data.numpy().tobytes())
+
+
+def _node() -> int:
+    """A number that is equal for processes of one running node and differs between nodes."""
+    name = socket.gethostname()
+    with contextlib.suppress(OSError):
+        name += Path("/proc/sys/kernel/random/boot_id").read_text()
+    return zlib.crc32(name.encode())

@@ -1,0 +1,116 @@
+"""Near-copies among the samples: looked for at window edges, where a filter or the report asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from salience.errors import ConfigError
+from salience.ledger import Ledger
+from salience.ledger.copies import Copies
+from salience.ledger.embeddings import Embeddings
+from salience.run.arrays import arrays, tensors
+from salience.run.part import Batch, Part, Setup, Voice
+from salience.select import Pipeline
+from salience.select.redundancy import CopySearch, redundancy
+from salience.signals.features import WIDTH
+
+
+class Copying(Part):
+    """The search for copies, on rank 0, and what it found, on every rank."""
+
+    name = "copying"
+
+    def __init__(
+        self, setup: Setup, voice: Voice, pipeline: Pipeline | None, embeddings: npt.ArrayLike | None = None
+    ) -> None:
+        self._setup, self._voice = setup, voice
+        self.search = self._make(pipeline, embeddings)
+        """None where nobody asks for copies."""
+
+    def _make(self, pipeline: Pipeline | None, embeddings: npt.ArrayLike | None) -> CopySearch | None:
+        uses = [] if pipeline is None else [p for p in pipeline.filters if p.call is redundancy]
+        if not uses and embeddings is None:
+            return None
+        if not uses and pipeline is not None:
+            raise ConfigError("embeddings= are for the filter 'redundancy', which this select does not use; add it.")
+        options = dict(uses[0].options) if uses else {}
+        options.pop("full", None)  # about what is left out, not about what is a copy
+        return CopySearch(self._setup.n, given=embeddings, **options)
+
+    def offer(self, pipeline: Pipeline) -> None:
+        """A selection may be switched on that wants copies."""
+        self.search = self.search or self._make(pipeline, None)
+
+    def want_features(self, *, observing: bool) -> Embeddings | None:
+        """A model was attached: where its features go on this rank; None = nowhere."""
+        if observing and self.search is None:
+            self.search = CopySearch(self._setup.n)  # near-copies are found for the report
+        if self.search is None or self._setup.rank > 0:
+            return None
+        self.search.embeddings = self.search.embeddings or Embeddings(self._setup.n, WIDTH)
+        return self.search.embeddings if self.search.given is None else None
+
+    @property
+    def found(self) -> Copies | None:
+        """Which samples are copies of each other, as far as they were looked for."""
+        return None if self.search is None else self.search.found
+
+    @property
+    def embeddings(self) -> Embeddings | None:
+        """Features of the samples, as far as the attached model gave any."""
+        return None if self.search is None else self.search.embeddings
+
+    @property
+    def given(self) -> Any:
+        """A checksum of the embeddings the user gave."""
+        return None if self.search is None else self.search.given
+
+    def know(self, fingerprints: npt.NDArray[np.int64]) -> None:
+        """Fingerprints of all samples' bytes, known before anything is read."""
+        if self.search is not None:
+            self.search.prints[:] = fingerprints
+
+    def hand_over(self, batch: Batch) -> None:
+        if batch.prints is not None and self.search is not None:
+            known = batch.prints != 0  # what is reused is not read again, and keeps the one it has
+            self.search.prints[batch.ids[known]] = batch.prints[known] & np.iinfo(np.int64).max
+
+    def look(self, ledger: Ledger, window: int, *, last: bool = False) -> None:
+        """Look again where there is more to go by; with several ranks, rank 0 looks and tells."""
+        search, group = self.search, self._setup.ranks
+        if search is None:
+            return
+        self._agree_on_prints()
+        changed = self._setup.rank == 0 and search.look(ledger.label, last=last)
+        if group is not None and (changed := bool(group.broadcast([float(changed)])[0])):
+            n = self._setup.n
+            found = search.found or Copies(group=np.empty(n, dtype=np.int32), similarity=np.empty(n, dtype=np.float32))
+            group.broadcast_array(found.group)
+            group.broadcast_array(found.similarity)
+            search.found = found
+        if changed and search.found is not None:
+            members = search.found.group
+            self._voice.events.emit(
+                "copies", window=window, samples=int((members >= 0).sum()), groups=len(np.unique(members[members >= 0]))
+            )
+
+    def _agree_on_prints(self) -> None:
+        if self.search is not None and self._setup.ranks is not None:
+            self._setup.ranks.all_max(self.search.prints)
+
+    def state_dict(self) -> dict[str, Any]:
+        self._agree_on_prints()
+        return {"search": None if self.search is None else tensors(self.search.state_dict())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["search"] is None:
+            return
+        if self.search is None:
+            self.search = CopySearch(
+                self._setup.n
+            )  # observed with features; they go on when the model is attached again
+        self.search.load_state_dict(arrays(state["search"]))

@@ -1,0 +1,101 @@
+"""How far a run is: the window in progress, the batches delivered, visits, and progress from 0 to 1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from salience.plan import Shard
+
+
+class Course:
+    """Counts windows, batches and visits. A window is open from its plan until it is closed."""
+
+    def __init__(self) -> None:
+        self.window = 0
+        """The window in progress, or the next one between two windows."""
+        self.shard: Shard | None = None
+        """This rank's part of the window in progress, or of the last one: a loop that fetches ahead is late with losses."""
+        self.open = False
+        self.pending = False
+        """True while the open window has handed out no batch: in this process, if it was resumed."""
+        self.resumed = False
+        """True if the open window was saved in progress."""
+        self.started = False
+        """True once a window was planned, in this process or in the one that was resumed."""
+        self.delivered: set[int] = set()
+        self.visits_expected: int | None = None
+        """Sample visits of the whole run, over all ranks, as far as they can be known now; None without `epochs`."""
+        self._visited = 0
+        self._span = (0.0, 0.0)
+
+    def begin(self, shard: Shard, later: int | None) -> None:
+        """Enter a new window, after which `later` visits are expected."""
+        visits, start = len(shard.plan), self._span[1]
+        self.shard, self.open, self.delivered = shard, True, set()
+        self.pending = self.started = True
+        self.resumed = False
+        end = start
+        if later is not None:
+            self.visits_expected = self._visited + visits + later
+            end = min(1.0, start + (1 - start) * visits / (visits + later))
+        self._span = start, end
+
+    def resume(self, shard: Shard, delivered: Iterable[int]) -> None:
+        """Enter a window that was saved in progress."""
+        self.shard, self.open, self.pending, self.delivered = shard, True, True, set(delivered)
+        self.resumed = True
+
+    def replace(self, shard: Shard) -> None:
+        """Plan the pending window anew, with as many visits."""
+        self.shard = shard
+
+    def deliver(self, number: int) -> None:
+        """A batch reaches the loop."""
+        self.delivered.add(number)
+        self.pending = False
+
+    def end(self) -> None:
+        """Leave the window."""
+        self._visited, self.open, self.pending, self.delivered = self.visits, False, False, set()
+        self._span = self._span[1], self._span[1]
+        self.window += 1
+
+    @property
+    def complete(self) -> bool:
+        """True once every batch of the open window was delivered."""
+        return self.open and self.shard is not None and len(self.delivered) == len(self.shard)
+
+    @property
+    def visits_before(self) -> int:
+        """Sample visits of the windows that are closed, over all ranks."""
+        return self._visited
+
+    @property
+    def visits(self) -> int:
+        """Sample visits made so far, over all ranks."""
+        if not self.open or self.shard is None:
+            return self._visited
+        return self._visited + sum(int(self.shard.global_sizes[number]) for number in self.delivered)
+
+    @property
+    def progress(self) -> float:
+        """From 0 to 1 over the whole run, in sample visits; needs `epochs`."""
+        start, end = self._span
+        if not self.open or self.shard is None or not len(self.shard):
+            return end
+        return start + (end - start) * len(self.delivered) / len(self.shard)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "window": self.window, "visited": self._visited, "span": list(self._span),
+            "visits_expected": self.visits_expected, "delivered": sorted(self.delivered),
+            "started": self.started,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        start, end = state["span"]
+        self.window, self._visited, self._span = int(state["window"]), int(state["visited"]), (float(start), float(end))
+        self.visits_expected = state["visits_expected"]
+        self.started = bool(state["started"])
+        self.shard, self.open, self.pending, self.delivered = None, False, False, set()

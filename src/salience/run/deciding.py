@@ -1,0 +1,194 @@
+"""Deciding: what `auto` tries, keeps and undoes between two windows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from salience.decide import Auto, Reach, Settings
+from salience.errors import SalienceError, StateError
+from salience.feed.sizes import memory_bytes
+from salience.feed.source import Source
+from salience.plan import Shard
+from salience.ranks import Ranks
+from salience.run.feeding import Feeding
+from salience.run.part import Part, Setup, Voice
+from salience.run.planning import Planning
+from salience.run.staging import Staging
+from salience.run.watching import Watching
+from salience.watch.model import ceiling, levers, told
+from salience.watch.probe import current_session
+
+
+class Workers(Protocol):
+    """The processes that make batches, as far as their number can be changed."""
+
+    @property
+    def num_workers(self) -> int: ...
+
+    @property
+    def ahead(self) -> int:
+        """Batches that may be ready before they are asked for."""
+        ...
+
+    @property
+    def restarts(self) -> bool:
+        """True if worker processes are started anew for every window."""
+        ...
+
+    def restart(self, workers: int) -> None:
+        """Make batches with that many workers from the next window on."""
+
+
+class Deciding(Part):
+    """Changes settings of other parts at the edges of windows, and undoes what does not help."""
+
+    name = "deciding"
+
+    def __init__(
+        self,
+        setup: Setup,
+        voice: Voice,
+        auto: Auto,
+        *,
+        workers: Workers,
+        feeding: Feeding,
+        planning: Planning,
+        staging: Staging | None,
+        watching: Watching,
+    ) -> None:
+        self._setup, self._voice, self.auto = setup, voice, auto
+        self._workers, self._feeding, self._planning = workers, feeding, planning
+        self._staging, self._watching = staging, watching
+        self._given_workers = workers.num_workers
+        cached = 0 if feeding.feed is None else max(1, feeding.feed.budget)
+        self.settings = Settings(workers=workers.num_workers, cache=cached)
+        """Of the window in progress, as far as `auto` may change them."""
+        self._refused: dict[str, str] = {}
+        self._announced = False
+
+    def prepare(self, window: int) -> None:
+        """Rank 0 hears what the last window tells, and all ranks change what is to be changed."""
+        controller, ranks = self.auto.controller, self._setup.ranks
+        if self._setup.rank == 0:
+            before = controller.verdict
+            decisions = self.auto.edge(window, self._watching.steps, self._reach())
+            if controller.verdict is not None and controller.verdict is not before:
+                costs = controller.costs
+                cores = cores_of(ranks)
+                found = [] if costs is None else [ceiling(costs, lever) for lever in levers(costs, cores=cores)]
+                self._voice.events.emit("verdict", window=window, **told(controller.verdict, costs, found))
+            for decision in decisions:
+                self._voice.events.emit("decision", **asdict(decision))
+        if ranks is not None:
+            said = [*controller.settings.numbers, float(controller.probing), float(controller.fills)]
+            *numbers, probing, fills = ranks.broadcast(said)
+            controller.settings, controller.probing, controller.fills = Settings.of(numbers), bool(probing), bool(fills)
+        if controller.settings == self.settings and self._announced:
+            return
+        before = self.settings
+        try:
+            self._apply(controller.settings)
+        except (SalienceError, OSError) as cause:
+            if self._voice.strict or ranks is not None:  # other ranks may have done it
+                raise
+            self._voice.events.emit("decision", **asdict(controller.failed(window, before, str(cause))))
+            self._apply(before)
+        self._announced = True
+        self._voice.events.emit("settings", window=window, **asdict(controller.settings))
+
+    def _apply(self, settings: Settings) -> None:
+        """Change what differs; only between two windows."""
+        before, self.settings = self.settings, settings
+        if settings.cache != before.cache:
+            self._feeding.set_cache(settings.cache or None, self.feed_workers)
+        if (settings.workers, settings.cache) != (before.workers, before.cache):
+            self._workers.restart(settings.workers)
+        if settings.select != before.select:
+            self._planning.switch(settings.select)
+        if self._staging is not None and self._staging.optional is not None:
+            self._staging.reuses = settings.treat
+
+    def _reach(self) -> Reach:
+        """What can be switched: what the user left open, and has given what it takes."""
+        moves = self._given_workers > 0
+        if not moves:
+            self._refused["num_workers"] = (
+                "it is 0, and what a data set has opened in this process may not survive a fork; pass num_workers=1"
+            )
+        cache, share, source = 0, 1.0, self._feeding.source
+        if source is not None:
+            cache = 0 if self.settings.cache else roomy_cache(source)
+            share = min(1.0, (cache or self.settings.cache) / max(1, int(source.sizes.sum())))
+        reusable: tuple[str, ...] = ()
+        if self._staging is not None and self._staging.optional is not None:
+            if self._staging.refused:
+                self._refused['treat="reuse"'] = self._staging.refused
+            split = self._staging.treating.split
+            names = self._staging.stage_names("load" if source is None else "fetch")
+            reusable = () if split is None else names[: split.stages + 1]
+        cores = cores_of(self._setup.ranks) if moves else 0
+        return Reach(
+            cores=cores, cache=cache, share=share, reusable=reusable, keep=self._planning.offered_shares,
+            refused=self._refused,
+        )  # fmt: skip
+
+    @property
+    def feed_workers(self) -> int:
+        """Workers the cache must be able to serve: those there are, or all that `auto` may make."""
+        return max(self._given_workers, cores_of(self._setup.ranks))
+
+    def open(self, shard: Shard, done: frozenset[int]) -> None:
+        if current_session() is not None:
+            return  # a profile has a probe of its own
+        seconds = self._watching.watch.seconds
+        self._watching.probe = self.auto.open(
+            self._watching.steps, len(shard), ahead=self._workers.ahead, restarts=self._workers.restarts,
+            planned=seconds.get("plan", 0.0) - seconds.get("rehearsal", 0.0),
+        )  # fmt: skip
+
+    def close(self, *, finished: bool) -> None:
+        if finished:
+            self.auto.close(self._watching.steps)
+
+    def evaluated(self, metric: float, progress: float) -> None:
+        """A validation result: lossy levers are judged by it."""
+        self.auto.controller.hear(metric, progress)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"auto": self.auto.state_dict(), "announced": self._announced}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.auto.load_state_dict(state["auto"])
+        self._announced = bool(state["announced"])
+        self._apply(self.auto.controller.settings)
+
+
+def check_auto(saved: Mapping[str, Any], deciding: Deciding | None) -> None:
+    """Raise StateError where the state was saved with `auto` and this run has none."""
+    if Deciding.name in saved and deciding is None:
+        raise StateError("The state was saved with auto, whose settings this Loader lacks; resume with the same auto=.")
+
+
+def cores_of(ranks: Ranks | None) -> int:
+    """Cores that the workers of one rank may have."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // (1 if ranks is None else len(ranks.node_ranks)))
+
+
+def roomy_cache(source: Source) -> int:
+    """Bytes: the whole source, or a quarter of the memory; 0 where that is not known."""
+    return min(int(source.sizes.sum()), (memory_bytes() or 0) // 4)
+
+
+def first_cache(auto: Auto | None, source: Source | None, ranks: Ranks | None) -> int:
+    """Bytes of a cache from the first window on: `auto` would try it anyway, and filling it later costs a window more.
+
+    Only where a network lies between; elsewhere the system keeps files in memory too. The same on every rank.
+    """
+    if auto is None or auto.replays or source is None or not source.reader.store.far:
+        return 0
+    size = roomy_cache(source)
+    return size if ranks is None else int(ranks.broadcast([size])[0])

@@ -1,0 +1,161 @@
+"""Iterating: what `iter(loader)` returns, and where its batches come from."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from salience.errors import StateError
+from salience.plan import Shard
+from salience.run.part import Batch
+from salience.run.run import Run
+
+
+class BatchSource(Protocol):
+    """Makes the planned batches: the workers of a DataLoader, or ids alone."""
+
+    @property
+    def has_workers(self) -> bool: ...
+
+    @property
+    def keeps_workers(self) -> bool:
+        """True if worker processes, and with them their seeds, are kept from window to window."""
+        ...
+
+    def start(self, shard: Shard, done: frozenset[int]) -> Iterator[Batch]:
+        """The batches of `shard` but for those in `done`; an exception from one of them does not end it."""
+        ...
+
+    def peek(self, order: npt.NDArray[np.int64], size: int) -> Iterator[Any]:
+        """What the loop would receive for these ids, in batches of `size`, apart from the run."""
+        ...
+
+
+class Doors:
+    """Hands out iterators over one run. At most one at a time counts; one taken beside it is a peek."""
+
+    def __init__(self, run: Run, source: BatchSource) -> None:
+        self.run, self.source = run, source
+        self.serial = 0
+        """Changes when every iterator handed out so far has become stale."""
+        self._counts: weakref.ref[BatchIterator] | None = None
+        self._peeks = 0
+
+    def iterate(self) -> BatchIterator:
+        """An iterator over the next window."""
+        return BatchIterator(self)
+
+    def other(self, one: BatchIterator) -> BatchIterator | None:
+        """Another iterator whose batches count and that somebody still holds."""
+        found = None if self._counts is None else self._counts()
+        return None if found is one else found
+
+    def claim(self, one: BatchIterator) -> Iterator[Batch]:
+        """Open the window for `one`, whose batches count from now on."""
+        other = self.other(one)
+        if other is not None:
+            other.let_go()
+        self._counts = weakref.ref(one)
+        run, source = self.run, self.source
+        draws = not (run.course.started and source.keeps_workers)
+        shard = run.open(worker_seed=draws, workers=source.has_workers)
+        return source.start(shard, frozenset(run.course.delivered))
+
+    def peek(self) -> Iterator[Any]:
+        """Batches that do not count, in an order of their own."""
+        self._peeks += 1
+        return self.source.peek(self.run.planning.peek_order(self._peeks), self.run.setup.batch_size)
+
+
+class BatchIterator(Iterator[Any]):
+    """The batches of one epoch as the training loop receives them: those of one window, or of several in a row.
+
+    After an exception from `next` the rest of the window can still be had. An iterator that is taken while another one is in
+    the middle of its window (`next(iter(loader))` inside the loop, `zip(loader, loader)`) is a peek: its batches come in an
+    order of their own, are not recorded and do not count.
+    """
+
+    def __init__(self, doors: Doors) -> None:
+        self._doors, self._serial = doors, doors.serial
+        self._arriving: Iterator[Batch] | None = None
+        self._peeking: Iterator[Any] | None = None
+        self._batch: Batch | None = None
+        """The batch the loop is working on."""
+        self._done = self._failed = self._ends = False
+        if doors.other(self) is None:
+            self._claim()
+
+    def __iter__(self) -> BatchIterator:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._doors.run)
+
+    @property
+    def in_use(self) -> bool:
+        """True in the middle of a window; not if its last `next` raised, after which most loops are left."""
+        return self._arriving is not None and not self._failed and not self._doors.run.course.pending
+
+    def __next__(self) -> Any:
+        if self._peeking is not None:
+            return next(self._peeking)
+        if self._done:
+            raise StopIteration
+        if self._serial != self._doors.serial:
+            raise StateError("This iterator was taken before load_state_dict(); call iter(loader) again.")
+        if self._arriving is None:
+            other = self._doors.other(self)
+            if other is not None and other.in_use:
+                self._peeking = self._doors.peek()
+                return next(self._peeking)
+            self._claim()
+        run = self._doors.run
+        self._failed = True
+        if self._batch is not None:
+            batch, self._batch = self._batch, None
+            run.take_back(batch)
+        while self._batch is None:
+            try:
+                self._batch = next(self._arriving)  # pyright: ignore[reportArgumentType]
+            except StopIteration:
+                self._next_window()
+        content = run.deliver(self._batch)
+        if run.course.complete and self._ends and self._doors.source.has_workers:
+            run.planning.order.finish()  # workers read ahead, so that a DataLoader's sampler has come to its end by now
+        self._failed = False
+        return content
+
+    def _claim(self) -> None:
+        """Open the next window; its batches count."""
+        self._arriving = self._doors.claim(self)
+        self._ends = self._doors.run.ends_epoch
+
+    def _next_window(self) -> None:
+        """Go on with the epoch's next window; StopIteration after its last one."""
+        run = self._doors.run
+        self.let_go()
+        if self._ends:
+            self._done = True
+            run.planning.order.finish()
+        if run.course.complete:
+            run.close()
+        if self._done:
+            raise StopIteration
+        self._claim()
+
+    def let_go(self) -> None:
+        """Give the batches up: workers that make them may stop."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            close = getattr(arriving, "close", None)
+            if close is not None:
+                close()
+            self._doors.run.watching.steps.pause()
+
+    def __del__(self) -> None:
+        if getattr(self, "_arriving", None) is not None:
+            self.let_go()

@@ -1,0 +1,73 @@
+"""The order in which DataLoader(shuffle=True, generator=g) would deliver, drawing from g what it would draw."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import RandomSampler
+
+
+class PlainOrder:
+    """Shuffles with a generator whose state moves exactly as under a plain DataLoader."""
+
+    def __init__(self, n: int, generator: torch.Generator) -> None:
+        self.n, self.generator = n, generator
+        self.state: Tensor = generator.get_state()
+        """The generator before the window in progress drew from it; workers are seeded from here."""
+        self._drew_worker_seed, self._finished = True, True
+        self._rest: Iterator[int] = iter(())
+
+    def draw(self, *, worker_seed: bool) -> npt.NDArray[np.int64]:
+        """The next window's order, int64 [n]; `worker_seed` = DataLoader would first draw a seed for its workers."""
+        self.state, self._drew_worker_seed, self._finished = self.generator.get_state(), worker_seed, False
+        if worker_seed:
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        self._rest = iter(RandomSampler(range(self.n), generator=self.generator))
+        return np.fromiter(itertools.islice(self._rest, self.n), dtype=np.int64, count=self.n)
+
+    def peek(self) -> npt.NDArray[np.int64]:
+        """An order beside the window in progress, drawn as a second iter() of a DataLoader would."""
+        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        return torch.randperm(self.n, generator=self.generator).numpy()
+
+    def unused(self, *, workers: bool) -> None:
+        """Nobody took a batch of that order: DataLoader would have drawn the seed, and with workers the order too."""
+        if not workers:
+            self.generator.set_state(self.state)
+            if self._drew_worker_seed:
+                torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+
+    def finish(self) -> None:
+        """A plain shuffle draws once more at its end, where a loop runs into it."""
+        next(self._rest, None)
+        self._finished = True
+
+    def mark(self) -> None:
+        """Plain windows go on from here."""
+        self.state = self.generator.get_state()
+
+    def state_dict(self, *, in_window: bool) -> dict[str, Any]:
+        """Where the generator stands; between two epochs, where it will once the loop runs into the end of the last."""
+        now = self.generator.get_state()
+        if not in_window and not self._finished:
+            ahead = torch.Generator()
+            ahead.set_state(now)
+            torch.randperm(self.n, generator=ahead)
+            now = ahead.get_state()
+        state = self.state.clone() if in_window else now
+        return {"generator": state, "now": now, "drew_worker_seed": self._drew_worker_seed}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, in_window: bool) -> npt.NDArray[np.int64]:
+        """Bring the generator to where it stood; inside an epoch, that is after its draws. Returns the epoch's order."""
+        self.generator.set_state(state["generator"])
+        if not in_window:
+            return np.empty(0, dtype=np.int64)
+        order = self.draw(worker_seed=bool(state["drew_worker_seed"]))
+        self.generator.set_state(state["now"])  # peeks may have drawn since
+        return order

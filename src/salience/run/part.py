@@ -1,0 +1,180 @@
+"""What every part of a run has in common, and the few values parts pass to each other."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from salience.errors import ConfigError, PluginError
+from salience.events import EventLog
+from salience.plan import Shard
+from salience.ranks import Ranks
+from salience.treat.dataset import Note
+
+COUNT_UNITS = {"": 1, "k": 1_000, "M": 1_000_000, "G": 1_000_000_000}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What a run is about: fixed from its first line to its last."""
+
+    n: int
+    """Samples of the data set."""
+    batch_size: int
+    """Samples per batch on each rank."""
+    epochs: int | None
+    seed: int
+    drop_last: bool
+    ranks: Ranks | None
+    """The ranks of a distributed run; None in a single process."""
+    window: int | None = None
+    """Samples that are planned at once; None = a whole epoch."""
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ConfigError(f"The data set has {self.n} samples; there must be at least one.")
+        if self.batch_size < 1:
+            raise ConfigError(f"batch_size is {self.batch_size}; it must be at least 1.")
+        if self.epochs is not None and self.epochs < 1:
+            raise ConfigError(f"epochs is {self.epochs}; it must be at least 1.")
+        if self.seed < 0:
+            raise ConfigError(f"seed is {self.seed}; it must be at least 0.")
+        if self.window is not None and self.window < self.global_batch:
+            raise ConfigError(
+                f"window is {self.window} samples; it must be at least one batch over all ranks, {self.global_batch}."
+            )
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.ranks is None else self.ranks.rank
+
+    @property
+    def world(self) -> int:
+        return 1 if self.ranks is None else self.ranks.world
+
+    @property
+    def pieces(self) -> int:
+        """Windows per epoch."""
+        return -(-self.n // self.piece_size)
+
+    @property
+    def piece_size(self) -> int:
+        """Samples of a window: a whole number of batches, so that batches are those of an epoch that is planned at once."""
+        if self.window is None or self.window >= self.n:
+            return self.n
+        return self.window // self.global_batch * self.global_batch
+
+    @property
+    def windows(self) -> int | None:
+        """Windows of the whole run; None where the number of epochs is not known."""
+        return None if self.epochs is None else self.epochs * self.pieces
+
+    @property
+    def global_batch(self) -> int:
+        """Samples per optimizer step, over all ranks."""
+        return self.batch_size * self.world
+
+
+@dataclass(slots=True)
+class Batch:
+    """One batch on its way to the training loop; each part may look at it or change it."""
+
+    window: int
+    number: int
+    """Its place among this rank's batches of the window."""
+    ids: npt.NDArray[np.int64]
+    content: Any = None
+    """What the loop receives."""
+    hint: Tensor | None = None
+    """Integer targets found in the content."""
+    prints: npt.NDArray[np.int64] | None = None
+    """Fingerprints of the samples' bytes, where the data set makes them."""
+    ticket: int = -1
+    """Its place in the queue of the cache, where there is one."""
+    broken: Mapping[int, str] = field(default_factory=dict[int, str])
+    """Position of each broken sample -> why; another sample stands in for it, with loss weight 0."""
+    counts: Mapping[str, int] = field(default_factory=dict[str, int])
+    """What reading it asked of a Source."""
+    note: Note | None = None
+    """What the stages did, where there are stages."""
+    work: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Seconds it cost its worker, by stage."""
+    held: bool = False
+    """True if a probe held it back."""
+    kept: Tensor | None = None
+    """Positions chosen by pick()."""
+    recorded: bool = False
+    """True once its loss was given, or the loop said that it has none."""
+
+
+class Part(Protocol):
+    """One concern of a run. A part knows no other part: what it needs is in the Shard or the Batch."""
+
+    name: str
+
+    def prepare(self, window: int) -> None:
+        """Before `window` is planned: bring in what the last one taught. Every rank is here at the same time."""
+
+    def open(self, shard: Shard, done: frozenset[int]) -> None:
+        """A window begins; the batches in `done` were delivered before a resume. May be called again before the first batch."""
+
+    def hand_over(self, batch: Batch) -> None:
+        """A batch is about to reach the training loop."""
+
+    def take_back(self, batch: Batch) -> None:
+        """The loop asks for the next batch, so it is done with this one."""
+
+    def close(self, *, finished: bool) -> None:
+        """The window is over; `finished` is False if it was broken off."""
+
+    def report(self) -> str:
+        """A paragraph for the text report; empty if there is nothing to say."""
+        return ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it takes to resume this part."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from what `state_dict` returned."""
+
+
+class Voice:
+    """How parts speak: events, warnings, and failures that training survives."""
+
+    def __init__(self, events: EventLog, *, strict: bool) -> None:
+        self.events, self.strict = events, strict
+        self._said: set[str] = set()
+
+    def warn(self, text: str) -> None:
+        """Write a warning to the event log and to Python's logging."""
+        logging.getLogger("salience").warning(text)
+        self.events.emit("warning", text=text)
+
+    def warn_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self.warn(text)
+
+    def failed(self, text: str, cause: BaseException) -> None:
+        """Something optional failed and is now off: say so, or raise where the run is strict."""
+        if self.strict:
+            raise PluginError(text) from cause
+        self.warn(text)
+
+
+def parse_count(text: int | str) -> int:
+    """A number of samples: 1_000_000, "1M", "100k"."""
+    if isinstance(text, int):
+        return text
+    number, unit = (text[:-1], text[-1]) if text[-1:] in COUNT_UNITS else (text, "")
+    try:
+        return round(float(number) * COUNT_UNITS[unit])
+    except ValueError as cause:
+        raise ConfigError(f'window is {text!r}; write a number of samples, such as 500_000, "500k" or "1M".') from cause

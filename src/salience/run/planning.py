@@ -1,0 +1,369 @@
+"""Planning: what the next window visits, how many visits the others will, and how the share kept is steered."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from salience.config import SelectConfig
+from salience.errors import ConfigError
+from salience.ledger import COLUMNS, Ledger
+from salience.ledger.copies import Copies
+from salience.plan import Plan, Shard, Trace
+from salience.run.order import PlainOrder
+from salience.run.part import Part, Setup, Voice
+from salience.run.selection import Select, resolve
+from salience.seeds import PEEK, WORKERS, generator, torch_seed
+from salience.select import Clock, Pipeline
+from salience.select.batching import Batching, members
+from salience.select.fetching import Stock
+from salience.select.noise import evidence
+from salience.select.steering import NOTCHES, Paths, Steering, read_histories
+from salience.select.view import Reference
+
+
+class Planning(Part):
+    """Makes each window's Plan: selected, replayed from a trace, or the plain shuffle when only observing."""
+
+    name = "planning"
+
+    def __init__(
+        self,
+        setup: Setup,
+        select: Select,
+        voice: Voice,
+        *,
+        baseline: Paths | None = None,
+        shuffle: torch.Generator | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        self.config = resolve(select)
+        if setup.epochs is None and self.config is not None:
+            raise ConfigError("select needs epochs=: the number of passes you will make, so that it can pace itself.")
+        self._setup, self._voice, self._has_baseline = setup, voice, baseline is not None
+        self.trace = trace
+        """Where plans are recorded; None = nowhere."""
+        self.order = PlainOrder(setup.n, shuffle or torch.Generator().manual_seed(setup.seed))
+        self.pipeline: Pipeline | None = None
+        self._offered: tuple[SelectConfig, Pipeline] | None = None
+        self._steering: Steering | None = None
+        self._checked_needs = False
+        self._left_out = 0.0
+        """Share of the samples that the last plan left out for their labels."""
+        self._in_window, self._piece = False, 0
+        """Whether a window is open, and its place in the epoch, or that of the next one."""
+        self._shuffled = np.empty(0, dtype=np.int64)
+        """The plain order of the epoch in progress."""
+        if isinstance(self.config, SelectConfig):
+            self.pipeline = self._pipeline(self.config)
+            self._steering = self._make_steering(baseline)
+        elif isinstance(self.config, Trace):
+            self.config.check(setup.n, setup.windows)
+
+    # --- one window ---
+
+    def plan(
+        self,
+        ledger: Ledger,
+        window: int,
+        *,
+        reference: Reference | None = None,
+        copies: Copies | None = None,
+        stock: Stock | None = None,
+        worker_seed: bool = True,
+    ) -> Plan:
+        """The plan of `window`, the same on every rank."""
+        setup = self._setup
+        if self.pipeline is not None:
+            assert setup.epochs is not None
+            self.pipeline.reference = reference
+            epoch, piece = divmod(window, setup.pieces)
+            plan = self.pipeline.plan(
+                ledger, window=epoch, windows=setup.epochs, piece=piece, pieces=setup.pieces,
+                batch_size=setup.global_batch, world=setup.world, seed=setup.seed, drop_last=setup.drop_last,
+                steered=self._share, copies=copies, stock=stock,
+            )  # fmt: skip
+        elif isinstance(self.config, Trace):
+            plan = self.config.read(window)
+        else:
+            ids = self._piece_of_shuffle(window, worker_seed)
+            ones = np.ones(len(ids), dtype=np.float32)
+            plan = Plan(
+                window=window, population=setup.n, batch_size=setup.global_batch, drop_last=setup.drop_last,
+                ids=ids, weights=ones, importance=ones.copy(), level=np.zeros(len(ids), dtype=np.uint8),
+            )  # fmt: skip
+        self._left_out = sum(note.dropped for note in plan.notes if note.name == "noise") / setup.n
+        return plan
+
+    def _piece_of_shuffle(self, window: int, worker_seed: bool) -> npt.NDArray[np.int64]:
+        """Ids of a plain window: the epoch's shuffle, or the next piece of it."""
+        piece, size = window % self._setup.pieces, self._setup.piece_size
+        if piece == 0:
+            self._shuffled = self.order.draw(worker_seed=worker_seed)
+        return self._shuffled[piece * size : (piece + 1) * size]
+
+    @property
+    def redraws(self) -> bool:
+        """True if taking up the open window once more draws its order anew, as every iter() of a DataLoader does."""
+        return self.config is None and self._piece == 0
+
+    def planned(self, plan: Plan) -> None:
+        """Write the final plan to the trace, where one is recorded."""
+        if self.trace is not None and self._setup.rank == 0:
+            self.trace.write(plan)
+
+    def note_course(self, ledger: Ledger) -> None:
+        """Note how often predictions contradict labels by now: whether that falls tells hard samples from wrong labels."""
+        if ledger.vote_p[:, 0].any():
+            found = evidence(ledger.label, ledger.vote, ledger.vote_p)
+            ledger.course.append((found.differs, found.rate, float(found.sure), self._left_out))
+
+    def prepare(self, window: int) -> None:
+        self._act_on_results(window)
+
+    def open(self, shard: Shard, done: frozenset[int]) -> None:
+        self._in_window, self._piece = True, shard.plan.window % self._setup.pieces
+
+    def close(self, *, finished: bool) -> None:
+        self._in_window, self._piece = False, (self._piece + 1) % self._setup.pieces
+
+    def peek_order(self, number: int) -> npt.NDArray[np.int64]:
+        """Ids in the order of an iterator that does not count; `number` is that of the peek."""
+        if self.config is None:
+            return self.order.peek()
+        return generator(self._setup.seed, PEEK, number, self._setup.rank).permutation(self._setup.n)
+
+    def seed_workers(self, workers: torch.Generator, window: int) -> None:
+        """Bring the generator of the DataLoader inside to where a plain one would be, or to the window's own seed."""
+        if self.config is None and window % self._setup.pieces == 0:
+            workers.set_state(self.order.state)
+        else:
+            workers.manual_seed(torch_seed(self._setup.seed, WORKERS, window, self._setup.rank))
+
+    def check_needs(self, *, logits: bool, model: bool) -> None:
+        """At the first loss: name what a configured score lacks, and switch off filters that lack something."""
+        if self._checked_needs:
+            return
+        self._checked_needs = True
+        for part, column in [] if self.pipeline is None else self.pipeline.needs():
+            if column == "grad_norm" and not model:
+                missing = "the model: call loader.attach(model) before the first step"
+            elif COLUMNS[column].needs_logits and not logits:
+                missing = "logits and integer targets: call loader.loss(losses, logits, targets)"
+            else:
+                continue
+            lack = f"{part.kind[:-1]} {part.name!r} reads {column!r}, which needs {missing}"
+            if part.kind != "filters":
+                raise ConfigError(f"{lack}.")
+            assert self.pipeline is not None
+            self.pipeline.off.add(part.key)
+            self._voice.warn(f"{lack}. Without that this filter is off.")
+
+    def reads(self, column: str) -> bool:
+        """True if a configured plug-in reads that column of the ledger."""
+        return self.pipeline is not None and any(need == column for _, need in self.pipeline.needs())
+
+    # --- the windows to come ---
+
+    def steps(self, window: int) -> int:
+        """Batches of a window on each rank, as far as they are known before it is planned."""
+        setup = self._setup
+        if setup.windows is not None:
+            window = min(window, setup.windows - setup.pieces + window % setup.pieces)
+        if isinstance(self.config, Trace):
+            return len(self.config.read(window).shard(setup.rank, setup.world))
+        size = self._size(window)
+        if self.pipeline is not None and setup.windows is not None:
+            return self._batching.steps(self._granted(window), size, last=window == setup.windows - 1)
+        whole, tail = divmod(size, setup.global_batch)
+        return whole + (not setup.drop_last and tail >= setup.world)
+
+    def _size(self, window: int) -> int:
+        """Samples among which a window chooses."""
+        n, pieces, size = self._setup.n, self._setup.pieces, self._setup.piece_size
+        if self.pipeline is not None:
+            return len(members(n, *divmod(window, pieces), pieces))
+        return min(size, n - window % pieces * size)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Batches of the whole run on each rank, or None where a plug-in decides as it goes."""
+        if self._setup.epochs is None or (self.pipeline is not None and not self.pipeline.exact):
+            return None
+        windows = len(self.config) if isinstance(self.config, Trace) else self._setup.windows or 0
+        return sum(self.steps(window) for window in range(windows))
+
+    @property
+    def total_visits(self) -> int | None:
+        """Visits of the whole run before its first window is planned; None without `epochs`."""
+        budgets = self._budgets(0)
+        return None if budgets is None else sum(budgets)
+
+    def later(self, window: int, visits: int) -> int | None:
+        """Visits to expect after `window`, which makes `visits`: the curve's, corrected by what this window did to it.
+
+        A rule that spends more than the curve grants will do so again; a filter that leaves less keeps doing so.
+        """
+        budgets = self._budgets(min(window, (self._setup.windows or 1) - 1))
+        if budgets is None:
+            return None
+        granted, *later = budgets
+        if visits > granted:
+            later = [max(budget, visits) for budget in later]
+        elif visits < granted:
+            later = [min(budget, visits) for budget in later]
+        return sum(later)
+
+    def lr_scale(self, window: int) -> float | None:
+        """Factor on the learning rate that goes with a window's batch size; None past the last window."""
+        setup = self._setup
+        if setup.windows is None or window >= setup.windows:
+            return None
+        if isinstance(self.config, Trace):
+            return self.config.read(window).lr_scale
+        if self.pipeline is None or not self._batching.constant:
+            return 1.0
+        batch = self._batching.batch(self._granted(window), self._size(window))
+        return (batch / setup.global_batch) ** self.pipeline.config.lr_power
+
+    def _budgets(self, first: int) -> list[int] | None:
+        """Planned visits of each window from `first` on; None when the number of windows is not known."""
+        windows = self._setup.windows
+        if windows is None:
+            return None
+        if isinstance(self.config, Trace):
+            return [len(self.config.read(w)) for w in range(first, len(self.config))]
+        if self.pipeline is None:
+            return [self._size(w) for w in range(first, windows)]
+        batching = self._batching
+        return [batching.visits(self._granted(w), self._size(w), last=w == windows - 1) for w in range(first, windows)]
+
+    @property
+    def _batching(self) -> Batching:
+        assert self.pipeline is not None
+        setup = self._setup
+        return self.pipeline.batching(setup.global_batch, setup.world, setup.drop_last)
+
+    def _granted(self, window: int) -> int:
+        """Visits the curve grants a window."""
+        assert self.pipeline is not None
+        assert self._setup.epochs is not None
+        return self.pipeline.budget(window // self._setup.pieces, self._setup.epochs, self._size(window), self._share)
+
+    # --- a share that follows validation results ---
+
+    @property
+    def _share(self) -> float | None:
+        return None if self._steering is None else self._steering.share
+
+    @property
+    def lacks_baseline(self) -> bool:
+        """True if the share kept should follow validation results, and there is nothing to compare them with."""
+        return self._steering is not None and not self._has_baseline
+
+    def _make_steering(self, baseline: Paths | None) -> Steering | None:
+        assert self.pipeline is not None
+        assert self._setup.epochs is not None
+        if self.pipeline.curve.name != "auto":
+            return None
+        share = self.pipeline.keep(Clock(window=self._setup.epochs // 2, windows=self._setup.epochs))
+        reads = baseline is not None and self._setup.rank == 0  # rank 0 decides, so it alone reads
+        return Steering(share, read_histories(baseline) if reads and baseline is not None else ())
+
+    def _in_the_middle(self, window: int) -> bool:
+        """True if the steered share counts in this window."""
+        assert self.pipeline is not None
+        assert self._setup.epochs is not None
+        epoch = window // self._setup.pieces
+        return self.pipeline.keep(Clock(window=epoch, windows=self._setup.epochs, steered=NOTCHES[-1])) < 1
+
+    def evaluated(self, metric: float, progress: float, window: int) -> None:
+        """A validation result of `window`."""
+        if self._steering is not None and self._in_the_middle(window):
+            self._steering.hear(metric, progress)
+
+    def _act_on_results(self, window: int) -> None:
+        """Act on the last validation result; with several ranks, on rank 0's."""
+        if self._steering is None or not self._in_the_middle(window):
+            return
+        moved = self._steering.move()
+        if moved is not None:
+            self._voice.events.emit("steered", window=window, **moved)
+        if self._setup.ranks is not None:
+            share, inside = self._setup.ranks.broadcast(self._steering.numbers)
+            self._steering.numbers = (share, inside)
+
+    # --- a selection that `auto` may switch on ---
+
+    def offer(self, select: Select) -> Pipeline:
+        """Have a selection ready that can be switched on between two windows."""
+        config = resolve(select)
+        assert isinstance(config, SelectConfig)
+        self._offered = config, self._pipeline(config)
+        return self._offered[1]
+
+    def switch(self, on: bool) -> None:
+        """Switch the offered selection on or off."""
+        assert self._offered is not None
+        self.config, self.pipeline = self._offered if on else (None, None)
+        self._checked_needs = False
+        self.order.mark()
+
+    @property
+    def offered_shares(self) -> list[float]:
+        """Share of the samples that the selection on offer would visit, by window."""
+        epochs, n = self._setup.epochs, self._setup.n
+        if self._offered is None or epochs is None:
+            return []
+        return [self._offered[1].budget(w, epochs, n) / n for w in range(epochs)]
+
+    def _pipeline(self, config: SelectConfig) -> Pipeline:
+        # The Voice and not the run: plug-ins must not keep a run alive.
+        return Pipeline(config, strict=self._voice.strict, warn=functools.partial(Voice.warn, self._voice))
+
+    # --- in words, and saved ---
+
+    @property
+    def picks(self) -> float:
+        """Share of a batch that `loss` itself picks."""
+        return self.config.pick if isinstance(self.config, SelectConfig) else 1.0
+
+    @property
+    def robust(self) -> float | str:
+        """Strength of early-learning regularisation, or "auto"; 0 when nothing is selected."""
+        return self.config.robust if isinstance(self.config, SelectConfig) else 0.0
+
+    @property
+    def described(self) -> str:
+        """The selection in one line, the same for equal selections."""
+        if self.config is None or self._offered is not None:
+            return "observe"
+        if isinstance(self.config, Trace):
+            return "trace"
+        return json.dumps(self.config.to_dict(), sort_keys=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "shuffle": self.order.state_dict(in_window=self._in_window or self._piece > 0),
+            "in_window": self._in_window,
+            "piece": self._piece,
+            "steering": None if self._steering is None else self._steering.state_dict(),
+            "switched_off": sorted(self.pipeline.off) if self.pipeline else [],
+            "left_out": self._left_out,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._in_window, self._piece = False, int(state["piece"])
+        inside = self.config is None and (bool(state["in_window"]) or self._piece > 0)
+        self._shuffled = self.order.load_state_dict(state["shuffle"], in_window=inside)
+        if self.pipeline is not None:
+            self.pipeline.off = set(state["switched_off"])
+        if self._steering is not None:
+            self._steering.load_state_dict(state["steering"])
+        self._left_out = float(state["left_out"])

@@ -1,0 +1,360 @@
+"""The conductor of a run: who is asked what, and when."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from salience._version import __version__
+from salience.config import SelectConfig
+from salience.errors import StateError
+from salience.ledger import Ledger
+from salience.plan import Plan, Shard
+from salience.run.arrays import arrays, tensors
+from salience.run.copying import Copying
+from salience.run.course import Course
+from salience.run.deciding import Deciding, check_auto
+from salience.run.feeding import Feeding
+from salience.run.part import Batch, Part, Setup, Voice
+from salience.run.planning import Planning
+from salience.run.recording import Recording, check_losses
+from salience.run.sensing import Sensing
+from salience.run.staging import Staging, check_stages
+from salience.run.watching import Watching
+from salience.select import preset
+from salience.select.findings import findings
+from salience.select.reference import checksum
+from salience.select.summary import summarise
+
+STATE_VERSION = 2
+
+
+class Run:
+    """One training run over `n` samples: its parts, and the story of a window.
+
+    open:      flush the ledger -> every part prepares -> plan -> this rank's shard -> every part opens the window
+    deliver:   every part may look at the batch or change it -> the training loop -> loss -> ledger
+    close:     every part closes the window and says what happened, as events
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        voice: Voice,
+        *,
+        recording: Recording,
+        planning: Planning,
+        copying: Copying,
+        sensing: Sensing,
+        watching: Watching,
+        feeding: Feeding | None = None,
+        staging: Staging | None = None,
+        deciding: Deciding | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        self.setup, self.voice, self.events = setup, voice, voice.events
+        self.recording, self.planning, self.copying, self.sensing = recording, planning, copying, sensing
+        self.watching, self.feeding, self.staging, self.deciding = watching, feeding, staging, deciding
+        named = deciding, staging, feeding, copying, recording, sensing, planning, watching
+        self.parts: tuple[Part, ...] = tuple(part for part in named if part is not None)
+        self.course = Course()
+        self.course.visits_expected = planning.total_visits
+        self.evaluations: list[tuple[float, float]] = []
+        """Progress and metric of every validation result."""
+        self._options = options or {}
+        """Of the DataLoader inside, for the rehearsal of stages."""
+        config = planning.config
+        self.events.emit(
+            "run", salience=__version__, torch=torch.__version__, population=setup.n, batch_size=setup.batch_size,
+            epochs=setup.epochs, seed=setup.seed, world=setup.world, drop_last=setup.drop_last,
+            select=config.to_dict() if isinstance(config, SelectConfig) else planning.described,
+        )  # fmt: skip
+
+    # --- the story of a window ---
+
+    def open(self, *, worker_seed: bool = True, workers: bool = False) -> Shard:
+        """Plan the next window; the one that was planned, or resumed, and gave no batch yet is taken up again.
+
+        `worker_seed` = a DataLoader would draw a seed for its workers now; `workers` = it has worker processes.
+        """
+        course = self.course
+        if course.open and not course.pending:
+            self.close()
+        if not course.pending:
+            self._prepare()
+            shard = self._plan(worker_seed).shard(self.setup.rank, self.setup.world)
+            self._check_equal(shard.plan)
+            course.begin(shard, self.planning.later(course.window, len(shard.plan)))
+            self._emit_plan(shard.plan)
+            self.planning.planned(shard.plan)
+            self.sensing.ask_scores(shard.plan.ids, course.window)
+        elif self.planning.redraws and self.staging is None and not course.resumed:
+            self.planning.order.unused(workers=workers)  # as a DataLoader, whose every iter() draws
+            course.replace(self._plan(worker_seed).shard(self.setup.rank, self.setup.world))
+        shard = course.shard
+        assert shard is not None
+        if self.feeding is not None and self.staging is not None:
+            self.feeding.unread = self.staging.treating.unread(shard.plan)
+        for part in self.parts:
+            part.open(shard, frozenset(course.delivered))
+        return shard
+
+    def deliver(self, batch: Batch) -> Any:
+        """Pass a batch through the parts; what the loop receives."""
+        for part in self.parts:
+            part.hand_over(batch)
+        self.course.deliver(batch.number)
+        return batch.content
+
+    def take_back(self, batch: Batch) -> None:
+        """The loop asks for the next batch."""
+        for part in self.parts:
+            part.take_back(batch)
+
+    def close(self) -> None:
+        """Close the open window: delivered to its end, or broken off."""
+        course, shard = self.course, self.course.shard
+        assert shard is not None
+        finished = course.complete
+        for part in self.parts:
+            part.close(finished=finished)
+        if self.setup.ranks is None:
+            self.flush()
+        self.events.emit(
+            "window", window=course.window, batches=len(course.delivered), of=len(shard), finished=finished,
+            visited=course.visits, **self.watching.spent(),
+        )  # fmt: skip
+        course.end()
+        if finished and course.window == self.setup.windows:
+            self.sensing.end_scorer()
+            if self.setup.ranks is None:  # several ranks look in report()
+                self._look_for_copies(last=True)
+            self._emit_findings()
+
+    def _prepare(self) -> None:
+        """What the last window taught goes into the ledger, and every part gets ready."""
+        self.flush()
+        for part in self.parts:
+            part.prepare(self.course.window)
+        with self.watching.watch("plan"):
+            self.planning.note_course(self.recording.ledger)
+        self._look_for_copies()
+
+    def _plan(self, worker_seed: bool) -> Plan:
+        with self.watching.watch("plan"):
+            plan = self.planning.plan(
+                self.recording.ledger, self.course.window, reference=self.sensing.reference, copies=self.copying.found,
+                stock=None if self.feeding is None else self.feeding.stock(), worker_seed=worker_seed,
+            )  # fmt: skip
+            if self.staging is not None:
+                plan, counts = self.staging.plan(plan, self._options, self.copying.found)
+                if self.feeding is not None:
+                    self.feeding.add_counts(counts)
+        return plan
+
+    def _check_equal(self, plan: Plan) -> None:
+        """Every rank has made the plan for itself: stop all of them where they differ."""
+        ranks = self.setup.ranks
+        if ranks is None:
+            return
+        digest = zlib.crc32(plan.weights.tobytes(), zlib.crc32(plan.ids.tobytes()))
+        found = [ours for (ours,) in ranks.gather_objects([digest])]
+        if len(set(found)) > 1:
+            raise StateError(
+                f"The ranks made different plans for window {plan.window} (checksums {found}); give every rank the same data "
+                "set, seed, select and salience version."
+            )
+
+    def flush(self) -> None:
+        """Enter what was recorded into the ledger; collective where there are several ranks."""
+        self.sensing.take()
+        with self.watching.watch("flush"):
+            self.recording.flush(self.course.window)
+            self.sensing.flush()
+
+    # --- a loss ---
+
+    def loss(
+        self, losses: Tensor, logits: Tensor | None, targets: Tensor | None, ids: Tensor | None, *, again: bool
+    ) -> Tensor:
+        """Record the losses of a batch and return their weighted mean."""
+        begin = time.perf_counter()
+        self.watching.steps.lost(losses.device)
+        batch = self.recording.batch_for_loss(ids, again=again)
+        kept = batch.kept
+        if kept is None and self.planning.picks < 1:
+            kept = self.recording.pick("loss", batch, losses, logits, targets, share=self.planning.picks)
+            losses = losses[kept]
+            logits, targets = (None if part is None else part[kept] for part in (logits, targets))
+        check_losses("loss", losses, len(batch.ids) if kept is None else len(kept))
+        logits, targets = self.recording.usable(losses, logits, targets)
+        self.planning.check_needs(logits=logits is not None, model=self.sensing.attached is not None)
+        self.sensing.on_loss(batch, losses, kept)
+        self.recording.record(batch, losses, logits, targets, kept)
+        self.watching.watch.add("record", time.perf_counter() - begin)
+        self.sensing.train_proxy(batch, kept, targets)
+        return self.recording.weighted_mean(batch, losses, logits, kept, self.planning.robust)
+
+    def evaluated(self, metric: float, more: Mapping[str, float]) -> None:
+        """A validation result, for the event log and for whoever decides by it."""
+        course = self.course
+        self.events.emit(
+            "evaluated", metric=metric, progress=course.progress, window=course.window, visited=course.visits, **more
+        )
+        self.evaluations.append((course.progress, metric))
+        if course.shard is not None:
+            self.planning.evaluated(metric, course.progress, course.shard.plan.window)
+        if self.deciding is not None:
+            self.deciding.evaluated(metric, course.progress)
+
+    # --- what it knows ---
+
+    @property
+    def ledger(self) -> Ledger:
+        """What is known of every sample, up to date; with several ranks, as of the last window's end."""
+        if self.setup.ranks is None:
+            self.flush()
+        return self.recording.ledger
+
+    @property
+    def lr_scale(self) -> float:
+        """Factor on the learning rate of the next step that goes with its batch size."""
+        course, shard = self.course, self.course.shard
+        last, window = 1.0 if shard is None else shard.plan.lr_scale, course.window
+        if course.open and shard is not None:
+            if not course.complete:
+                return last
+            window += 1
+        following = self.planning.lr_scale(window)
+        return last if following is None else following
+
+    def __len__(self) -> int:
+        """Batches of the epoch in progress, or of the next one."""
+        course, pieces = self.course, self.setup.pieces
+        first = course.window // pieces * pieces
+        steps = {window: self.planning.steps(window) for window in range(first, first + pieces)}
+        if course.open and course.shard is not None:
+            steps[course.window] = len(course.shard)
+        return sum(steps.values())
+
+    @property
+    def ends_epoch(self) -> bool:
+        """True if the window in progress is the last one of its epoch."""
+        return (self.course.window + 1) % self.setup.pieces == 0
+
+    def summary(self) -> dict[str, Any]:
+        """What the run taught so far, as plain numbers."""
+        self.flush()
+        setup, course, config = self.setup, self.course, self.planning.config
+        selects, epochs = isinstance(config, SelectConfig), course.window // setup.pieces
+        return summarise(
+            self.recording.ledger, config if isinstance(config, SelectConfig) else preset("default"),
+            windows=setup.epochs or max(10, epochs), seed=setup.seed, batch_size=setup.global_batch,
+            reference=self.sensing.reference, evaluations=self.evaluations,
+            selected=(epochs, course.visits_before) if selects else None,
+        )  # fmt: skip
+
+    def report(self) -> str:
+        """The summary as text, with what each part has to say; also written to the event log."""
+        from salience.report.observed import render
+
+        self.flush()
+        self._look_for_copies(last=True)
+        self._emit_findings()
+        text = render(self.events.emit("observed", summary=self.summary())["summary"])
+        if self.feeding is not None:
+            self.feeding.compare(self.planning.trace, None if self.staging is None else self.staging.treating.unread)
+        said = self.feeding, self.staging
+        return "\n\n".join([text, *(part.report() for part in said if part is not None and part.report())])
+
+    def _look_for_copies(self, *, last: bool = False) -> None:
+        with self.watching.watch("copies"):
+            self.copying.look(self.recording.ledger, self.course.window, last=last)
+
+    def _emit_plan(self, plan: Plan) -> None:
+        self.events.emit(
+            "plan", window=plan.window, picked=len(plan), population=plan.population, progress=self.course.progress,
+            seconds=self.watching.watch.seconds.get("plan", 0.0), visited=self.course.visits,
+            filters=[{"name": n.name, "dropped": n.dropped, "forced": n.forced, "reason": n.reason} for n in plan.notes],
+            by_importance=picked_by_importance(plan),
+        )  # fmt: skip
+
+    def _emit_findings(self) -> None:
+        copies = self.copying.found
+        with self.watching.watch("findings"):
+            found = findings(self.recording.ledger, None if copies is None else (copies.group, copies.similarity))
+        self.events.emit("findings", **asdict(found))
+
+    # --- saved ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on as if never stopped. With several ranks, every rank must call it."""
+        if self.course.complete:
+            self.close()
+        self.flush()
+        course = self.course
+        return {
+            "version": STATE_VERSION,
+            **self._identity(),
+            "evaluations": [list(result) for result in self.evaluations],
+            "course": course.state_dict(),
+            "plan": None if not course.open or course.shard is None else tensors(course.shard.plan.arrays()),
+            "parts": {part.name: part.state_dict() for part in self.parts},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict()` was taken: the next iteration delivers the rest of that window."""
+        if state.get("version") != STATE_VERSION:
+            raise StateError(
+                f"This state has version {state.get('version')!r} and this salience reads version {STATE_VERSION}: go on with "
+                "the salience that saved it, or start anew with ledger= the ledger of that run."
+            )
+        advice = {
+            "population": "resume with the data set it was made from",
+            "world": "resume with as many ranks",
+            "reference": "resume with the same reference= (these are checksums)",
+            "embeddings": "resume with the same embeddings= (these are checksums)",
+            "pieces": "resume with the same window= (these are windows per epoch)",
+        }
+        for key, mine in self._identity().items():
+            if state.get(key) != mine:
+                said = advice.get(key, f"resume with the same {key}")
+                raise StateError(f"The state was saved with {key} {state.get(key)!r}, this run has {mine!r}; {said}.")
+        check_stages(state["parts"], self.staging)
+        check_auto(state["parts"], self.deciding)
+        for part in self.parts:
+            if part.name in state["parts"]:
+                part.load_state_dict(state["parts"][part.name])
+        self.sensing.go_on(self.copying.embeddings)
+        self.evaluations = [(float(progress), float(metric)) for progress, metric in state["evaluations"]]
+        self.course.load_state_dict(state["course"])
+        if state["plan"] is not None:
+            plan = Plan.from_arrays(arrays(state["plan"]))
+            self.course.resume(plan.shard(self.setup.rank, self.setup.world), state["course"]["delivered"])
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same for a state to fit."""
+        setup = self.setup
+        return {
+            "population": setup.n, "world": setup.world, "batch_size": setup.batch_size, "seed": setup.seed,
+            "pieces": setup.pieces, "select": self.planning.described, "reference": checksum(self.sensing.given),
+            "embeddings": self.copying.given,
+        }  # fmt: skip
+
+
+def picked_by_importance(plan: Plan, parts: int = 10) -> list[float] | None:
+    """Share of the samples that is visited, by tenths of importance from the least on; None where all are alike."""
+    if plan.ranks is None or plan.ranks.min() == plan.ranks.max():
+        return None
+    part = np.minimum((plan.ranks.astype(np.float32) * parts).astype(np.int64), parts - 1)
+    visited = np.zeros(plan.population, dtype=bool)
+    visited[plan.ids] = True
+    every = np.bincount(part, minlength=parts)
+    return (np.bincount(part[visited], minlength=parts) / np.maximum(1, every)).round(4).tolist()

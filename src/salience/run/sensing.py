@@ -1,0 +1,251 @@
+"""Sensing: what the attached model says besides losses. Gradient norms, features, a proxy, a scorer in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from salience.errors import ConfigError, Misattributed, PluginError, StateError
+from salience.ledger import Recorder
+from salience.ledger.embeddings import Embeddings
+from salience.ledger.statistics import LOGIT_ROWS, finish
+from salience.plan import Shard
+from salience.run.part import Batch, Part, Setup, Voice
+from salience.select.reference import reference_of
+from salience.select.view import Reference
+from salience.signals import Attached
+from salience.signals.ghost import Extent
+from salience.signals.proxy import Proxy
+from salience.signals.scorer import Scorer, stalest
+from salience.watch import Stopwatch
+
+MakeScorer = Callable[[nn.Module, torch.device | str], Scorer]
+
+
+class Sensing(Part):
+    """The model under training and the helpers beside it, as far as somebody attached them."""
+
+    name = "sensing"
+
+    def __init__(
+        self, setup: Setup, voice: Voice, recorder: Recorder, watch: Stopwatch, given: Reference | None
+    ) -> None:
+        self._setup, self._voice, self._recorder, self._watch = setup, voice, recorder, watch
+        self.given = given
+        """The reference as the user gave it."""
+        self.attached: Attached | None = None
+        self.proxy: Proxy | None = None
+        self.scorer: Scorer | None = None
+        self._keeps_features = False
+        """True if near-copies are looked for by features."""
+        self._waiting: Mapping[str, Any] | None = None
+        """The state of a resumed run's proxy that was not attached yet."""
+
+    def attach(
+        self,
+        model: nn.Module,
+        *,
+        grad_norm: Extent | None,
+        every: int,
+        features: Embeddings | None,
+        takes_features: bool,
+        keeps_features: bool,
+        proxy: nn.Module | None,
+        proxy_optimizer: torch.optim.Optimizer | None,
+        background: torch.device | str | bool,
+        make_scorer: MakeScorer | None,
+    ) -> None:
+        """Put hooks on the model; see `Loader.attach`."""
+        world = self._setup.world
+        if world > 1 and (proxy is not None or background):
+            raise ConfigError(
+                f"attach: proxy= and background= work in one process, and this run has {world} ranks; leave them out."
+            )
+        if proxy is None and proxy_optimizer is not None:
+            raise ConfigError("attach: proxy_optimizer= came without proxy=, the model it trains.")
+        if background is not False and make_scorer is None:
+            raise ConfigError("attach: background= needs the data set, which only salience.Loader has; leave it out.")
+        self.detach()
+        self.attached = Attached(model, grad_norm=grad_norm, every=every, features=takes_features)
+        self._recorder.embeddings, self._keeps_features = features, keeps_features
+        if proxy is not None:
+            self.proxy = Proxy(model, proxy, proxy_optimizer, self._setup.n)
+            self._resume_proxy(self._waiting)
+        if background is not False and make_scorer is not None:
+            try:
+                self.scorer = make_scorer(model, "cpu" if background is True else background)
+            except ConfigError:
+                raise
+            except Exception as cause:
+                self._drop_scorer(f"could not be started: {type(cause).__name__}: {cause}", cause)
+
+    def go_on(self, features: Embeddings | None) -> None:
+        """After a resume, features go on where they were."""
+        if self._recorder.embeddings is not None:
+            self._recorder.embeddings = features
+
+    def detach(self) -> None:
+        """Take the hooks off the model, and let go of the proxy and the background scorer."""
+        self.take()
+        self.end_scorer()
+        proxy, self.proxy = self.proxy, None
+        if proxy is not None:
+            proxy.close()
+        attached, self.attached = self.attached, None
+        if attached is not None:
+            attached.detach()
+
+    # --- a window ---
+
+    def prepare(self, window: int) -> None:
+        self._take_scores()
+
+    def open(self, shard: Shard, done: frozenset[int]) -> None:
+        if self._waiting is not None:
+            raise StateError("The state has a proxy; call loader.attach(model, proxy=...) with it before going on.")
+
+    def hand_over(self, batch: Batch) -> None:
+        self.take()
+        if self.attached is not None:
+            self.attached.deliver(batch.number)
+        if self.proxy is not None:
+            self.proxy.deliver()
+
+    def on_loss(self, batch: Batch, losses: Tensor, kept: Tensor | None) -> None:
+        """Watch the backward pass of these losses, and take the features of the forward pass."""
+        if self.attached is None:
+            return
+        choice = self.attached.watch(losses, batch.ids, kept, window=batch.window)
+        if choice is not None:
+            self._voice.events.emit("signals", **asdict(choice), text=choice.text)
+        if not self._keeps_features:
+            return
+        features = self.attached.take_features()
+        if features is not None and len(features) in (len(batch.ids), len(losses)):
+            of = kept if len(features) < len(batch.ids) else None
+            self._recorder.features(batch.ids, features, of, window=batch.window)
+        elif self._recorder.embeddings is not None:
+            self._voice.warn_once(
+                "The attached model gives no features (what its last Linear is given): no near-copies by them."
+            )
+
+    def take(self) -> None:
+        """Hand what the backward passes since the last call brought to the recorder."""
+        for step in [] if self.attached is None else self.attached.take():
+            with self._watch("signals"):
+                squares = step.finish()
+            self._watch.add("signals", step.seconds)
+            if step.trouble is not None:
+                self.detach()
+                self._voice.failed(f"Gradient norms failed and are off: {step.trouble!r}.", step.trouble)
+            elif squares is None or step.scale is None or step.ids is None:
+                self._voice.warn_once(
+                    "No gradient norms: no layer of the attached model ran, with the batch as its first axis, between the "
+                    "batch's delivery and loss(). Attach the model that makes the losses, not compiled by torch.compile."
+                )
+            else:
+                self._recorder.norms(step.ids, squares, step.scale, step.kept, window=step.window)
+
+    # --- the proxy ---
+
+    def train_proxy(self, batch: Batch, kept: Tensor | None, targets: Tensor | None) -> None:
+        """One step of the proxy; if it fails it is off, and its losses stay as they are."""
+        proxy = self.proxy
+        if proxy is None or not proxy.close.alive:
+            return
+        if targets is None:
+            raise ConfigError(
+                "The proxy needs integer targets, one class per sample: call loader.loss(losses, logits, targets)."
+            )
+        try:
+            with self._watch("proxy"):
+                trained = proxy.train(targets, batch.ids, kept)
+        except Exception as cause:
+            proxy.close()
+            self._voice.failed(f"The proxy failed and is off: {type(cause).__name__}: {cause}", cause)
+            return
+        if not trained:
+            self._voice.warn_once(
+                "The proxy has no input: the attached model did not run, with the batch as the first axis of its first "
+                "tensor, between the batch's delivery and loss(). Attach the model that makes the losses."
+            )
+
+    def flush(self) -> None:
+        """Enter the proxy's losses."""
+        if self.proxy is not None:
+            self.proxy.enter()
+
+    @property
+    def reference(self) -> Reference | None:
+        """What another model thinks of the samples: the reference that was given, else the proxy's losses so far."""
+        if self.given is not None or self.proxy is None:
+            return self.given
+        losses = self.proxy.losses.copy()
+        return (
+            Reference(loss=losses, hardness=losses) if np.isnan(losses).all() else reference_of(losses, self._setup.n)
+        )
+
+    def _resume_proxy(self, state: Mapping[str, Any] | None) -> None:
+        """Load the proxy's state, now or when it is attached."""
+        self._waiting = state
+        if state is not None and self.proxy is not None:
+            self.proxy.load_state_dict(state)
+            self._waiting = None
+
+    # --- the background scorer ---
+
+    def _take_scores(self) -> None:
+        """Enter what the background scorer has found by now: seen, not trained."""
+        if self.scorer is None:
+            return
+        ledger = self._recorder.ledger
+        try:
+            with self._watch("scorer"):
+                ids, values, window = self.scorer.take()
+                waited = ledger.last_seen[ids] < window
+                ids, rows = ids[waited], finish(dict(zip(LOGIT_ROWS, values[:, waited], strict=True)))
+                if (ledger.label >= 0).any():
+                    ledger.check_labels(ids, rows["target"].astype(np.int32))
+                if not (ledger.guess >= 0).any():  # loss() is given no logits: then scores go by the loss
+                    rows = {"loss": rows["loss"]}
+                self._recorder.bad += ledger.record(ids, rows, window=window, trained=False, unique=True)
+        except (PluginError, Misattributed) as cause:
+            self._drop_scorer(f"was lost: {cause}", cause)
+        else:
+            self._voice.events.emit("scored", window=window, samples=len(ids))
+
+    def ask_scores(self, picked: npt.NDArray[np.int64], window: int) -> None:
+        """Have the stalest of the samples this window does not visit scored, with the weights as they are now."""
+        if self.scorer is None:
+            return
+        try:
+            with self._watch("scorer"):
+                self.scorer.ask(stalest(picked, self._recorder.ledger.last_seen), window=window)
+        except PluginError as cause:
+            self._drop_scorer(f"was lost: {cause}", cause)
+
+    def end_scorer(self) -> None:
+        """Stop the background scorer."""
+        scorer, self.scorer = self.scorer, None
+        if scorer is not None:
+            scorer.close()
+
+    def _drop_scorer(self, why: str, cause: Exception) -> None:
+        self.end_scorer()
+        self._voice.failed(f"The background scorer {why}. Training goes on without it.", cause)
+
+    # --- saved ---
+
+    def state_dict(self) -> dict[str, Any]:
+        # With a background scorer, what is learnt by a window's edge depends on timing.
+        proxy = self._waiting if self.proxy is None else self.proxy.state_dict()
+        return {"proxy": proxy, "background": self.scorer is not None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._resume_proxy(state["proxy"])

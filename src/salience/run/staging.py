@@ -1,0 +1,110 @@
+"""Staging: stages of augmentation between the data set and the batch, and which samples get all of them fresh."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from salience.errors import ConfigError, StateError
+from salience.ledger import Ledger
+from salience.ledger.copies import Copies
+from salience.plan import Plan, Shard
+from salience.run.part import Batch, Part, Voice
+from salience.select.ranks import rank_normalise
+from salience.treat.config import Treat
+from salience.treat.dataset import Treatment
+from salience.treat.told import told
+from salience.treat.treating import Treating
+from salience.watch import Stopwatch
+
+
+class Staging(Part):
+    """The treatment of the samples, window by window."""
+
+    name = "treating"
+
+    def __init__(
+        self, voice: Voice, ledger: Ledger, watch: Stopwatch, treating: Treating, *, optional: Treat | None = None
+    ) -> None:
+        self._voice, self._ledger, self._watch = voice, ledger, watch
+        self.treating = treating
+        self.optional = optional
+        """Reuse that `auto` may switch on, where the user left that open."""
+        self.reuses = optional is None
+        """True while the optional reuse is on, or the user asked for it."""
+        self.refused = ""
+        """Why reuse cannot be tried; empty if it can."""
+        self._shard: Shard | None = None
+        self._treatment: Callable[[slice], Treatment] | None = None
+        self._handed_over = 0.0
+
+    def plan(self, plan: Plan, options: dict[str, Any], copies: Copies | None) -> tuple[Plan, dict[str, int]]:
+        """The plan with treatment levels, and what the rehearsal asked of a Source."""
+        with self._watch("rehearsal"):
+            said, counts = self.treating.begin(options)
+        if self.optional is not None:  # nobody asked for it: whatever is said is a reason not to try it
+            self.refused = said[-1] if said else self.refused
+            self.treating.config = self.optional if self.reuses else replace(self.optional, kind="fresh")
+            said = []
+        for text in said:
+            if self._voice.strict:
+                raise ConfigError(text)
+            self._voice.warn(text)
+        ranks: npt.NDArray[Any] | None = plan.ranks
+        known = np.isfinite(self._ledger.mean_loss)
+        if ranks is None and known.any():  # nothing is selected: then the loss says what is important
+            ranks = np.full(plan.population, 0.5, dtype=np.float32)
+            ranks[known] = rank_normalise(self._ledger.mean_loss[known])
+        return self.treating.plan(plan, ranks, copies), counts
+
+    def open(self, shard: Shard, done: frozenset[int]) -> None:
+        self._shard, self._treatment = shard, self.treating.treatment(shard)
+
+    @property
+    def treatment(self) -> Callable[[slice], Treatment]:
+        """What to tell workers of a batch of this window, by its place in the plan."""
+        found = self._treatment
+        assert found is not None
+        # Without the split, draws match a run without reuse.
+        return found if self.reuses else lambda span: found(span)._replace(split=0, size=0)
+
+    def hand_over(self, batch: Batch) -> None:
+        note = batch.note
+        if note is not None and self._shard is not None:
+            self.treating.take(batch.ids, self._shard.plan.level[self._shard.span(batch.number)], note)
+            known = np.isfinite(note.cost_us)
+            self._ledger.cost_us[batch.ids[known]] = note.cost_us[known]
+        self._handed_over = time.perf_counter()
+
+    def take_back(self, batch: Batch) -> None:
+        self.treating.took(time.perf_counter() - self._handed_over)
+
+    def close(self, *, finished: bool) -> None:
+        if self._shard is not None:
+            self._voice.events.emit("treat", window=self._shard.plan.window, **self.treating.event())
+
+    def stage_names(self, first: str) -> tuple[str, ...]:
+        """Names of what a batch costs its worker: reading it is called `first`."""
+        return first, *(stage.label for stage in self.treating.stages)
+
+    def report(self) -> str:
+        return told(self.treating)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.treating.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.treating.load_state_dict(state)
+
+
+def check_stages(saved: Mapping[str, Any], staging: Staging | None) -> None:
+    """Raise StateError where the state was saved with stages and there are none, or the other way round."""
+    if staging is None and Staging.name in saved:
+        raise StateError("The state was saved with stages and this Loader has none; resume with the same augment=.")
+    if staging is not None and Staging.name not in saved:
+        staging.treating.load_state_dict(None)  # says which stages were expected

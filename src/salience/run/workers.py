@@ -1,0 +1,215 @@
+"""Batches made by the workers of a DataLoader."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import DataLoader
+
+from salience.batches import Order, Orders, TagCollate, Tagged, Tagging, WorkerInit, integer_targets
+from salience.feed.dataset import FeedCollate, SourceBatch
+from salience.plan import Shard
+from salience.run.feeding import Feeding
+from salience.run.part import Batch
+from salience.run.planning import Planning
+from salience.run.staging import Staging
+from salience.run.watching import Watching
+from salience.treat.dataset import Made, TreatCollate
+from salience.watch import Steps
+from salience.watch.probe import Probe
+
+
+class WorkerSource:
+    """A DataLoader whose batch sampler is the plan, made anew when the number of workers changes."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[Any], Any],
+        options: dict[str, Any],
+        *,
+        with_ids: bool,
+        planning: Planning,
+        feeding: Feeding,
+        watching: Watching,
+        staging: Staging | None,
+    ) -> None:
+        self._with_ids = with_ids
+        self._planning, self._feeding, self._watching, self._staging = planning, feeding, watching, staging
+        self.options = {**options, "worker_init_fn": WorkerInit(dataset, options.get("worker_init_fn"))}
+        whole: Any = collate
+        if staging is not None:
+            whole = TreatCollate(collate, staging.treating.stages[-1].label)
+        elif feeding.source is not None:
+            whole = FeedCollate(collate)
+        self._data, self._collate = Tagging(staging.treating.staged if staging else dataset), TagCollate(whole)
+        self._orders, self._generator = Orders(), torch.Generator()
+        self.inner = self._make(self.options)
+        feeding.workers = self.num_workers
+
+    def _make(self, options: dict[str, Any]) -> DataLoader[Any]:
+        return DataLoader(
+            self._data,
+            batch_sampler=self._orders,  # pyright: ignore[reportArgumentType]
+            collate_fn=self._collate,  # pyright: ignore[reportArgumentType]
+            generator=self._generator,
+            **options,
+        )
+
+    # --- how many workers ---
+
+    @property
+    def num_workers(self) -> int:
+        return self.inner.num_workers
+
+    @property
+    def has_workers(self) -> bool:
+        return self.num_workers > 0
+
+    @property
+    def ahead(self) -> int:
+        """Batches that may be ready before they are asked for."""
+        return self.num_workers * (self.inner.prefetch_factor or 2)
+
+    @property
+    def restarts(self) -> bool:
+        """True if worker processes are started anew for every window."""
+        return not self.inner.persistent_workers
+
+    def restart(self, workers: int) -> None:
+        """Make batches with that many workers from the next window on."""
+        self.inner = self._make({**self.options, "num_workers": workers})
+        self._feeding.workers = workers
+
+    @property
+    def keeps_workers(self) -> bool:
+        """True if worker processes, and with them their seeds, are kept from window to window."""
+        return self.inner.persistent_workers
+
+    # --- batches ---
+
+    def start(self, shard: Shard, done: frozenset[int]) -> Arrivals:
+        """The batches of `shard` but for those in `done`."""
+        wanted = np.setdiff1d(np.arange(len(shard)), list(done))
+        first, treatment = self._feeding.first_ticket, None if self._staging is None else self._staging.treatment
+
+        def order(place: int) -> Order:
+            number = int(wanted[place])
+            ticket = -1 if first is None else first + place
+            return Order(
+                number, shard.ids(number), ticket, None if treatment is None else treatment(shard.span(number))
+            )
+
+        self._orders.set(order, len(wanted))
+        self._planning.seed_workers(self._generator, shard.plan.window)
+        return Arrivals(self, iter(self.inner), shard.plan.window)
+
+    def peek(self, order: npt.NDArray[np.int64], size: int) -> Iterator[Any]:
+        """Batches of `size` of these ids, apart from the run: by workers of their own, past the cache, recorded nowhere."""
+        orders = Orders()
+        parts = np.split(order, range(size, len(order), size))
+        orders.set(lambda number: Order(number, parts[number]), len(parts))
+        options = {**self.options, "num_workers": self.num_workers, "persistent_workers": False}
+        generator = torch.Generator().manual_seed(int(order[0]))
+        for tagged in DataLoader(
+            self._data, batch_sampler=orders, collate_fn=self._collate, generator=generator, **options,  # pyright: ignore[reportArgumentType]
+        ):  # fmt: skip
+            yield self.batch(tagged, window=-1).content
+
+    def batch(self, tagged: Tagged, window: int) -> Batch:
+        """What arrived, taken out of its envelopes."""
+        content, ids, work = tagged.batch, tagged.ids, tagged.work
+        batch = Batch(window, tagged.number, ids, prints=tagged.prints, ticket=tagged.ticket)
+        if isinstance(content, SourceBatch):
+            content, batch.broken, batch.counts = content
+        elif isinstance(content, Made):
+            content, batch.note = content
+            batch.broken, batch.counts = batch.note.broken, batch.note.counts
+            work = self._stage_work(batch.note.seconds.tolist(), work.get("collate", 0.0))
+        batch.work = work
+        batch.hint = integer_targets(content, len(ids))
+        batch.content = (torch.from_numpy(ids), content) if self._with_ids else content
+        return batch
+
+    def _stage_work(self, seconds: list[float], collating: float) -> dict[str, float]:
+        """Seconds that a batch cost its worker, by stage."""
+        assert self._staging is not None
+        names = self._staging.stage_names("load" if self._feeding.source is None else "fetch")
+        return {**dict(zip(names, seconds, strict=False)), "collate": collating}
+
+    def arrived(self, batch: Batch) -> None:
+        """A batch is in this process, whether or not a probe holds it back."""
+        self._feeding.arrived(batch)
+
+    @property
+    def feed_window(self) -> Callable[[], None] | None:
+        """Tells the cache that nobody wants the rest of the window in progress; None without a cache."""
+        feed = self._feeding.feed
+        return None if feed is None else functools.partial(feed.break_off, feed.serial)
+
+    @property
+    def steps(self) -> Steps:
+        return self._watching.steps
+
+    @property
+    def probe(self) -> Probe | None:
+        return self._watching.probe
+
+
+class Arrivals(Iterator[Batch]):
+    """The batches of one window as they come, timed. A probe holds the next ones back and then releases them all."""
+
+    def __init__(self, source: WorkerSource, batches: Iterator[Tagged], window: int) -> None:
+        self._source, self._window = source, window
+        self._batches: Iterator[Tagged] | None = batches
+        self._break_off = source.feed_window
+        self._held: deque[Batch] = deque()
+        self._trouble: Exception | None = None
+        """What went wrong while a probe held batches back; raised after those."""
+
+    def __next__(self) -> Batch:
+        steps, probe = self._source.steps, self._source.probe
+        if probe is not None and not self._held:
+            probe.check(steps)
+            if probe.due(steps.count):
+                self._held.extend(probe.hold(self._taken()))
+        held = bool(self._held)
+        if not held and self._trouble is not None:
+            trouble, self._trouble = self._trouble, None
+            raise trouble
+        batch = self._held.popleft() if held else self._take()
+        if batch is None:
+            self._break_off = None  # nothing is left to give up
+            raise StopIteration
+        batch.held = held
+        steps.got(dict(batch.work), held=held)
+        return batch
+
+    def _taken(self) -> Iterator[Batch]:
+        try:
+            while (batch := self._take()) is not None:
+                yield batch
+        except Exception as trouble:
+            self._trouble = trouble
+
+    def _take(self) -> Batch | None:
+        """The next batch; None at the window's end."""
+        tagged = None if self._batches is None else next(self._batches, None)
+        if tagged is None:
+            return None
+        batch = self._source.batch(tagged, self._window)
+        self._source.arrived(batch)
+        return batch
+
+    def close(self) -> None:
+        """Give up the rest; workers that wait for the cache are let go before they are ended."""
+        break_off, self._break_off = self._break_off, None
+        if break_off is not None:
+            break_off()
+        self._batches = None

@@ -1,0 +1,207 @@
+"""What iter(loader) returns behaves as DataLoader's does, and a second one never spoils the first."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
+
+import salience
+from salience.errors import StateError
+
+N = 200
+
+
+def numbers() -> TensorDataset:
+    return TensorDataset(torch.arange(N), torch.arange(N) % 4)
+
+
+def feed_losses(loader, x):
+    return loader.loss(x.float() % 7)
+
+
+@pytest.mark.parametrize("select", [None, "default"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_peek_inside_the_loop_spoils_nothing(select, workers):
+    def run(peeks):
+        loader = salience.Loader(numbers(), 10, epochs=3, select=select, num_workers=workers)
+        seen = []
+        for _ in range(2):
+            for k, (x, _) in enumerate(loader):
+                feed_losses(loader, x)
+                seen.append(x.tolist())
+                if peeks and k % 10 == 5:
+                    assert len(next(iter(loader))[0]) == 10
+        return seen, loader.ledger.seen.copy(), loader.visits
+
+    (plain, seen, visits), (peeked, seen_too, visits_too) = run(peeks=False), run(peeks=True)
+    assert peeked[:20] == plain[:20]
+    assert len(peeked) == len(plain)
+    assert visits == visits_too
+    np.testing.assert_array_equal(np.bincount(np.concatenate(peeked), minlength=N), seen_too)
+    np.testing.assert_array_equal(np.bincount(np.concatenate(plain), minlength=N), seen)
+
+
+def test_peeks_when_observing_draw_what_a_dataloader_would():
+    def run(loader):
+        seen = []
+        for _ in range(2):
+            for k, (x, _) in enumerate(loader):
+                seen.append(x.tolist())
+                if k == 3:
+                    seen.append(next(iter(loader))[0].tolist())
+        return seen
+
+    plain = DataLoader(numbers(), 10, shuffle=True, generator=torch.Generator().manual_seed(0))
+    assert run(salience.Loader(numbers(), 10)) == run(plain)
+
+
+def test_two_iterators_at_once_each_deliver_every_sample_once():
+    loader = salience.Loader(numbers(), 10)
+    pairs = list(zip(loader, loader, strict=True))
+    for side in (0, 1):
+        assert sorted(torch.cat([pair[side][0] for pair in pairs]).tolist()) == list(range(N))
+    assert (loader.epoch, loader.visits) == (1, N), "one of them counts"
+
+
+def test_the_first_iterator_to_deliver_is_the_one_that_counts():
+    loader = salience.Loader(numbers(), 10, epochs=2, select="default")
+    unused, used = iter(loader), iter(loader)
+    first = torch.cat([x for x, _ in used])
+    assert loader.epoch == 1
+    assert sorted(first.tolist()) == sorted(loader.plan.ids.tolist())
+    del unused
+
+
+def test_iter_plans_and_a_window_is_used_up_only_once_a_batch_is_taken():
+    loader = salience.Loader(numbers(), 10, epochs=8, select="default")
+    for _ in range(3):
+        for x, _ in loader:
+            feed_losses(loader, x)
+    iter(loader)
+    plan, length = loader.plan, len(loader)
+    assert plan.window == 3
+    it = iter(loader)
+    assert loader.plan.ids.tolist() == plan.ids.tolist()
+    assert len(it) == length == sum(1 for _ in it)
+    assert loader.epoch == 4
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_unused_iter_draws_what_a_dataloader_would(workers):
+    def run(loader):
+        iter(loader)
+        return [x.tolist() for _ in range(2) for x, _ in loader]
+
+    plain = DataLoader(numbers(), 10, shuffle=True, generator=torch.Generator().manual_seed(0), num_workers=workers)
+    assert run(salience.Loader(numbers(), 10, num_workers=workers)) == run(plain)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loop_that_stops_at_len_has_finished_its_window(workers):
+    def run(loader):
+        seen = []
+        for _ in range(3):
+            it = iter(loader)
+            seen += [next(it)[0].tolist() for _ in range(len(loader))]
+        return seen
+
+    plain = DataLoader(numbers(), 10, shuffle=True, generator=torch.Generator().manual_seed(0), num_workers=workers)
+    log = salience.events.EventLog()
+    loader = salience.Loader(numbers(), 10, epochs=3, log=log, num_workers=workers)
+    heard = []
+    log.listen(heard.append)
+    assert run(loader) == run(plain)
+    loader.state_dict()
+    ends = [event for event in heard if event["kind"] == "window"]
+    assert [event["finished"] for event in ends] == [True, True, True]
+    assert loader.progress == 1.0
+
+
+class Fragile(Dataset):
+    """One sample cannot be read."""
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, i: int) -> int:
+        if i == 17:
+            raise OSError("sample 17 is broken")
+        return i
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_rest_of_the_epoch_can_be_had_after_an_exception(workers):
+    def run(loader):
+        it, seen, errors = iter(loader), [], 0
+        while True:
+            try:
+                seen += next(it).tolist()
+            except StopIteration:
+                return seen, errors
+            except OSError:
+                errors += 1
+
+    plain = DataLoader(Fragile(), 5, shuffle=True, generator=torch.Generator().manual_seed(0), num_workers=workers)
+    seen, errors = run(salience.Loader(Fragile(), 5, num_workers=workers))
+    assert (seen, errors) == run(plain)
+    assert (len(seen), errors) == (45, 1)
+
+
+class Files(Dataset):
+    """Has to be opened in each worker, as a file or a connection."""
+
+    def __init__(self) -> None:
+        self.opened = 0
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, i: int) -> int:
+        return i if self.opened else -1
+
+
+def open_files(worker: int) -> None:
+    get_worker_info().dataset.opened += 1
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_worker_info_names_the_users_data_set(context):
+    loader = salience.Loader(Files(), 8, num_workers=2, worker_init_fn=open_files, multiprocessing_context=context)
+    assert sorted(torch.cat(list(loader)).tolist()) == list(range(40))
+
+
+def test_an_iterator_taken_before_a_resume_is_refused():
+    loader = salience.Loader(numbers(), 10, epochs=2)
+    it = iter(loader)
+    next(it)
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    with pytest.raises(StateError, match="call iter"):
+        next(it)
+    assert sum(1 for _ in loader) == N // 10 - 1, "it ate none of the batches"
+
+
+def test_a_window_that_is_broken_off_is_over_when_its_iterator_is_gone():
+    loader = salience.Loader(numbers(), 10, epochs=3)
+    for x, _ in loader:
+        feed_losses(loader, x)
+        break
+    gc.collect()
+    assert sum(1 for _ in loader) == N // 10
+    assert loader.epoch == 2
+    assert loader.visits == 10 + N
+
+
+def test_a_selector_can_be_peeked_at_too():
+    selector = salience.Selector(N, batch_size=10, epochs=2, select="default")
+    seen = []
+    for ids, _ in selector:
+        selector.loss(ids.float())
+        peeked, weights = next(iter(selector))
+        assert len(peeked) == len(weights) == 10
+        seen += ids.tolist()
+    assert len(seen) == len(set(seen)) == selector.visits
