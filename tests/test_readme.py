@@ -28,7 +28,7 @@ from salience.select import PRESETS, Pipeline
 from conftest import make_model, require
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 class Block(NamedTuple):
@@ -178,7 +178,7 @@ def test_a_card_names_every_option(kind, name):
 
 
 def test_the_table_of_the_default_is_what_the_preset_says():
-    text = section("README.md", "What `default` does")
+    text = section("docs/selecting.md", "What `default` does")
     config = PRESETS["default"]
     for used in (*config.filters, *config.scores, config.sampler, config.keep):
         assert f"`{used.label}`" in text
@@ -186,6 +186,18 @@ def test_the_table_of_the_default_is_what_the_preset_says():
             assert f"`{option} = {value}`" in text, f"{used.label}: {option} = {value} is not in the table"
     order = [text.index(f"`{used.label}`") for used in config.filters]
     assert order == sorted(order), "the table lists the filters in another order"
+
+
+def test_every_measured_figure_of_the_readme_is_in_the_results():
+    table = section("README.md", "What to switch on, and what it gained")
+    rows = [
+        line.split("|")[3:5] for line in table.splitlines() if line.startswith("| ") and "your bottleneck" not in line
+    ]
+    figures = {figure for row in rows for figure in re.findall(r"[\d,]*\d\.\d+|\d{2,}(?!%)", " ".join(row))}
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    assert len(figures) > 20
+    missing = sorted(figure for figure in figures if not re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", results))
+    assert not missing, f"the README has {missing}, which benchmarks/RESULTS.md has not"
 
 
 @pytest.mark.parametrize("name", sorted(set(salience.__all__) - {"__version__"}))
