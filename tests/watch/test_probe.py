@@ -118,7 +118,7 @@ def test_copying_is_a_part_of_its_own_where_the_loop_says_so():
         if copies:
             time.sleep(0.01)
             steps.copied()
-        steps.lost(torch.device("cpu"))
+        steps.on_loss(torch.device("cpu"))
     steps.ask()
     told, silent = steps.steps
     assert told.copy >= 0.01

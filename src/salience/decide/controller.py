@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from salience.decide.levers import Option, Reach, options
-from salience.decide.seen import Seen
+from salience.decide.levers import AvailableLevers, Option, options
 from salience.decide.settings import Settings
+from salience.decide.timing import WindowTiming
 from salience.decide.trial import Gain, Trial, windows_needed
 from salience.errors import StateError
 from salience.select.steering import History, band
@@ -96,29 +96,29 @@ class Controller:
         if self.settings.lossy:
             self._heard = metric, progress
 
-    def edge(self, window: int, seen: Seen | None, reach: Reach) -> list[Decision]:
-        """`window` begins; `seen` is the one before it, None where it was not whole or too short."""
+    def edge(self, window: int, timing: WindowTiming | None, available: AvailableLevers) -> list[Decision]:
+        """`window` begins; `timing` is the one before it, None where it was not whole or too short."""
         said = self._guard(window)
         if any(decision.action == "undo" for decision in said):  # this window says nothing of what comes
             return said
-        if seen is None:
+        if timing is None:
             self.fills = self.fills and not window  # later ones find much in the cache: then it stays, unjudged
             return said + self._blind(window)
         if self._trial is not None:
-            return said + self._judge(window, seen, self._trial)
+            return said + self._judge(window, timing, self._trial)
         if self.probing:
-            if seen.costs is None:
+            if timing.costs is None:
                 return said
-            self.probing, self.costs, self._step = False, seen.costs, seen.step
-            self.verdict = verdict(seen.costs)
+            self.probing, self.costs, self._step = False, timing.costs, timing.step
+            self.verdict = verdict(timing.costs)
             if self.fills:
-                return [*said, self._adopt(window, seen, seen.costs, reach.share)]
-        elif self._step is not None and abs(math.log(seen.step / self._step)) > math.log(DRIFT):
+                return [*said, self._adopt(window, timing, timing.costs, available.share)]
+        elif self._step is not None and abs(math.log(timing.step / self._step)) > math.log(DRIFT):
             self.probing = True
             return said
-        return said + self._choose(window, seen, reach)
+        return said + self._choose(window, timing, available)
 
-    def _adopt(self, window: int, seen: Seen, costs: Costs, share: float) -> Decision:
+    def _adopt(self, window: int, timing: WindowTiming, costs: Costs, share: float) -> Decision:
         """The cache was on from the start: its trial is the window that comes, against the one that filled it."""
         self.fills = False
         lever = Lever(name=f"cache={self.settings.cache}", exact=True, saves={"fetch": share})
@@ -127,16 +127,16 @@ class Controller:
             predicted=min(ceiling(costs, lever).speedup, 99.0), saves=dict(lever.saves),
         )  # fmt: skip
         base = replace(self.settings, cache=0)
-        self._trial = Trial(option=option, base=base, off=(seen.seconds,), filled=True, whole=True, windows=1)
+        self._trial = Trial(option=option, base=base, off=(timing.seconds,), filled=True, whole=True, windows=1)
         reason = "on from the first window, which filled it"
         return Decision(window=window, lever=lever.name, action="try", predicted=option.predicted, reason=reason)
 
-    def _choose(self, window: int, seen: Seen, reach: Reach) -> list[Decision]:
+    def _choose(self, window: int, timing: WindowTiming, available: AvailableLevers) -> list[Decision]:
         """The best lever goes on; levers that are not worth it are named once."""
         assert self.costs is not None
-        said = [self._skip(window, name, None, why) for name, why in reach.refused.items()]
+        said = [self._skip(window, name, None, why) for name, why in available.refused.items()]
         worth: list[Option] = []
-        for option in options(self.costs, self.settings, reach, window):
+        for option in options(self.costs, self.settings, available, window):
             why = self._against(option, window)
             if why:
                 said.append(self._skip(window, option.name, option.predicted, why))
@@ -146,7 +146,7 @@ class Controller:
         decisions = [decision for decision in said if decision is not None]
         if best is None:
             return decisions
-        self._trial = Trial.of(best, self.settings, seen)
+        self._trial = Trial.of(best, self.settings, timing)
         self.settings = best.settings
         reason = "the best exact lever" if best.exact else "the best lever left; quality unproven"
         return [
@@ -173,9 +173,9 @@ class Controller:
             return "too few windows are left for a trial to pay"
         return ""
 
-    def _judge(self, window: int, seen: Seen, trial: Trial) -> list[Decision]:
+    def _judge(self, window: int, timing: WindowTiming, trial: Trial) -> list[Decision]:
         """Count the window, and keep or undo the lever where that can be said."""
-        self._trial = trial = trial.after(seen, self.settings)
+        self._trial = trial = trial.after(timing, self.settings)
         self.settings, found = trial.next, trial.verdict
         if found is None:
             return []
@@ -281,7 +281,7 @@ class Replay(Controller):
         self._recorded = dict(recorded)
         self.probing = False
 
-    def edge(self, window: int, seen: Seen | None, reach: Reach) -> list[Decision]:
+    def edge(self, window: int, timing: WindowTiming | None, available: AvailableLevers) -> list[Decision]:
         first = max((w for w in self._recorded if w <= window), default=None)
         self.settings = self.settings if first is None else self._recorded[first]
         return []

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from salience.decide.levers import Option
-from salience.decide.seen import Seen
 from salience.decide.settings import Settings
+from salience.decide.timing import WindowTiming
 from salience.stats import paired_interval
 
 KEPT = 1.02
@@ -63,20 +63,20 @@ class Trial:
     """and those of them that could not be measured."""
 
     @classmethod
-    def of(cls, option: Option, base: Settings, seen: Seen) -> Trial:
+    def of(cls, option: Option, base: Settings, timing: WindowTiming) -> Trial:
         """Begins behind a window that was measured without the lever."""
-        return cls(option=option, base=base, off=seen.blocks if option.remembers else (seen.seconds,))
+        return cls(option=option, base=base, off=timing.blocks if option.remembers else (timing.seconds,))
 
-    def after(self, seen: Seen, settings: Settings) -> Trial:
+    def after(self, timing: WindowTiming, settings: Settings) -> Trial:
         """With the window that was just measured, under `settings`."""
         trial = replace(self, windows=self.windows + 1)
         if settings != self.option.settings:
-            return replace(trial, off=(*self.off, seen.seconds))
+            return replace(trial, off=(*self.off, timing.seconds))
         if not self.option.remembers:
-            return replace(trial, on=(*self.on, seen.seconds))
+            return replace(trial, on=(*self.on, timing.seconds))
         if self.whole:
-            return replace(trial, on=(seen.seconds,))
-        return replace(trial, on=seen.blocks) if self.filled else replace(trial, filled=True)
+            return replace(trial, on=(timing.seconds,))
+        return replace(trial, on=timing.blocks) if self.filled else replace(trial, filled=True)
 
     @property
     def next(self) -> Settings:

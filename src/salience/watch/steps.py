@@ -108,7 +108,7 @@ class Steps:
         """The batch is on the device; a copy that goes on beside the host takes the host no time."""
         self._copied = time.perf_counter()
 
-    def lost(self, device: torch.device) -> None:
+    def on_loss(self, device: torch.device) -> None:
         """`loss` was called, with losses on `device`."""
         self._lost = time.perf_counter()
         self.losses = True
