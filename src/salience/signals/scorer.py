@@ -109,7 +109,7 @@ class Scorer:
         device: torch.device | str = "cpu",
         patience: float = PATIENCE,
     ) -> None:
-        """`data` gives the samples of an Order at once, `collate` makes a Tagged of them (`salience.batches`)."""
+        """`data` gives the samples of an Order at once, `collate` makes a BatchEnvelope of them (`salience.batches`)."""
         self._tensors = _tensors(model)
         self._board = _Board(sum(map(_room, self._tensors)), math.ceil(SHARE * n))
         self._places = self._board.places(self._tensors)

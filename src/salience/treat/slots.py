@@ -99,9 +99,9 @@ def _laid_out(lengths: list[int]) -> tuple[list[int], int]:
     return starts, at
 
 
-def slots_of(group: Ranks | None, capacity: int) -> Slots:
+def slots_of(ranks: Ranks | None, capacity: int) -> Slots:
     """The slots of all ranks of this node."""
-    return Slots(node_memory(group, capacity))
+    return Slots(node_memory(ranks, capacity))
 
 
 class _Pickler(pickle.Pickler):
