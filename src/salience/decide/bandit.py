@@ -23,7 +23,7 @@ from salience.decide.settings import Settings
 from salience.decide.timing import WindowTiming
 from salience.decide.trial import KEPT
 from salience.select.steering import History
-from salience.watch.model import WORTH, Costs, Lever, ceiling, verdict
+from salience.watch.model import WORTH, Costs, Lever, ceiling, find_bottleneck
 
 EXPLORES = 0.1
 """Share of the run's windows that may go to settings which are not expected to be the best."""
@@ -136,7 +136,7 @@ class Bandit(Controller):
                 self._filling = self.fills = False
             return said
         if self.fills and timing.costs is not None:
-            self.fills, self.verdict = False, verdict(timing.costs)
+            self.fills, self.verdict = False, find_bottleneck(timing.costs)
             lever, why = (
                 f"cache={self.settings.cache}",
                 "on from the first window, which filled it; part of every setting",
@@ -144,7 +144,7 @@ class Bandit(Controller):
             said.append(Decision(window=window, lever=lever, action="try", reason=why))
         elif self.probing and timing.costs is not None and self.settings == self._base and not self._filling:
             self.probing, self.costs = False, timing.costs
-            self.verdict = verdict(timing.costs)
+            self.verdict = find_bottleneck(timing.costs)
         self._observe(
             timing, available.keep[window - 1] if self.settings.select and len(available.keep) >= window else 1.0
         )

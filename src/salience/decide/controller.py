@@ -18,7 +18,7 @@ from salience.decide.timing import WindowTiming
 from salience.decide.trial import Gain, Trial, windows_needed
 from salience.errors import StateError
 from salience.select.steering import History, band
-from salience.watch.model import WORTH, Costs, Lever, Verdict, ceiling, verdict
+from salience.watch.model import WORTH, Bottleneck, Costs, Lever, ceiling, find_bottleneck
 
 DRIFT = 1.15
 TRIALS = 0.3
@@ -66,7 +66,7 @@ class Controller:
         """Whether the next window is to be measured with a probe."""
         self.held = 0
         """Batches that probes held back so far."""
-        self.verdict: Verdict | None = None
+        self.verdict: Bottleneck | None = None
         """Of the last window that was measured."""
         self._windows, self._batches = windows, batches
         self._lossy, self._histories = lossy or bool(histories), histories
@@ -110,7 +110,7 @@ class Controller:
             if timing.costs is None:
                 return said
             self.probing, self.costs, self._step = False, timing.costs, timing.step
-            self.verdict = verdict(timing.costs)
+            self.verdict = find_bottleneck(timing.costs)
             if self.fills:
                 return [*said, self._adopt(window, timing, timing.costs, available.share)]
         elif self._step is not None and abs(math.log(timing.step / self._step)) > math.log(DRIFT):
@@ -259,7 +259,7 @@ class Controller:
             raise StateError("The state was saved with another policy; resume with the same policy=.")
         self.settings, self.fills = Settings(**state["settings"]), bool(state.get("fills"))
         self.probing, self.held, self._spent = bool(state["probing"]), int(state["held"]), int(state["spent"])
-        self.verdict = None if state["verdict"] is None else Verdict(**state["verdict"])
+        self.verdict = None if state["verdict"] is None else Bottleneck(**state["verdict"])
         self.costs = None if state["costs"] is None else Costs(**state["costs"])
         self._step = state["step"]
         self._trial = None if state["trial"] is None else _trial(state["trial"])

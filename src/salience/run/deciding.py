@@ -18,7 +18,7 @@ from salience.run.part import Part, Setup, Voice
 from salience.run.planning import Planning
 from salience.run.staging import Staging
 from salience.run.watching import Watching
-from salience.watch.model import ceiling, levers, told
+from salience.watch.model import bottleneck_event, ceiling, levers
 from salience.watch.probe import current_session
 
 
@@ -79,7 +79,7 @@ class Deciding(Part):
                 costs = controller.costs
                 cores = cores_of(ranks)
                 found = [] if costs is None else [ceiling(costs, lever) for lever in levers(costs, cores=cores)]
-                self._voice.events.emit("verdict", window=window, **told(controller.verdict, costs, found))
+                self._voice.events.emit("verdict", window=window, **bottleneck_event(controller.verdict, costs, found))
             for decision in decisions:
                 self._voice.events.emit("decision", **asdict(decision))
         if ranks is not None:

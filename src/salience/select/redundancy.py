@@ -23,11 +23,13 @@ Floats = npt.NDArray[np.float32]
 
 SURROUNDINGS = 12
 """The distance to the neighbour of this rank stands for how far apart samples are hereabouts."""
+SEARCH_OPTIONS = ("ratio", "visits")
+"""Options of a plug-in that needs copies which set how `CopySearch` finds them."""
 COMPARED_PER_VISIT = 70
 """Pairs of vectors that may be compared for each visit of a sample: 6 ns each, 0.4 microseconds together."""
 
 
-@card(exact=False)
+@card(needs=("copies",), exact=False)
 def redundancy(view: View, *, ratio: float = 0.78, visits: float = 6.0, full: bool = True) -> Verdict:
     """Leaves out all but one of each group of near-copies; which one is visited changes from window to window.
 

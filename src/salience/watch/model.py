@@ -76,7 +76,7 @@ class Ceiling:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class Bottleneck:
     """What holds the run back."""
 
     kind: str
@@ -153,7 +153,7 @@ def more_workers(costs: Costs, cores: int) -> Lever | None:
     return Lever(name=f"num_workers={pace}", exact=True, saves=dict.fromkeys(costs.work, saved))
 
 
-def verdict(costs: Costs, ceilings: Sequence[Ceiling] = ()) -> Verdict:
+def find_bottleneck(costs: Costs, ceilings: Sequence[Ceiling] = ()) -> Bottleneck:
     """One sentence."""
     waiting = costs.waiting
     total = sum(costs.work.values())
@@ -179,10 +179,10 @@ def verdict(costs: Costs, ceilings: Sequence[Ceiling] = ()) -> Verdict:
     gain = max(1.0, _ratio(costs.step, costs.compute)) if kind != "compute" else 1.0
     limit = f". Ceiling if input cost nothing: {gain:.2f}x" if kind != "compute" else ""
     advice = "" if best is None else f". Try: {best.lever.name} (at most {best.speedup:.2f}x)"
-    return Verdict(kind=kind, cause=cause, share=share, text=f"{head}{why}{limit}{advice}.")
+    return Bottleneck(kind=kind, cause=cause, share=share, text=f"{head}{why}{limit}{advice}.")
 
 
-def told(found: Verdict, costs: Costs | None, ceilings: Sequence[Ceiling] = ()) -> dict[str, Any]:
+def bottleneck_event(found: Bottleneck, costs: Costs | None, ceilings: Sequence[Ceiling] = ()) -> dict[str, Any]:
     """For the event log."""
     return {
         "bound": found.kind, "cause": found.cause, "share": found.share, "text": found.text,

@@ -9,7 +9,7 @@ from dataclasses import asdict
 import torch
 
 from salience.events import BottleneckFound, LeverCeiling, MachineUse, StepCosts
-from salience.watch.model import WORTH, Costs, ceiling, levers, verdict
+from salience.watch.model import WORTH, Costs, ceiling, find_bottleneck, levers
 from salience.watch.usage import Sample
 
 IDLE = 0.5
@@ -22,7 +22,7 @@ def profiled(
     """The verdict on measured costs; `losses` = the loop called `loss()`, `missing` = packages that are not installed."""
     found = [ceiling(costs, lever) for lever in levers(costs, cores=cores)]
     found.sort(key=lambda c: (not c.lever.exact, -c.speedup))
-    said = verdict(costs, found)
+    said = find_bottleneck(costs, found)
     notes: list[str] = []
     if not losses:
         notes.append("The script never calls loader.loss(), so forward and backward cannot be told apart.")
