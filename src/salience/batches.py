@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, get_worker_info
 
-from salience.treat.dataset import Staged, Treatment
+from salience.treat.dataset import StagedDataset, Treatment
 
 
 class Order(NamedTuple):
@@ -120,7 +120,7 @@ class EnvelopeDataset(Dataset[Any]):
 
 def _fingerprints(dataset: Any) -> Callable[[list[int]], Any] | None:
     """The data set's own method, looked for also behind stages and under torch's Subset."""
-    if isinstance(dataset, Staged):
+    if isinstance(dataset, StagedDataset):
         return _fingerprints(dataset.dataset)
     if isinstance(dataset, Subset):
         inner, indices = _fingerprints(dataset.dataset), dataset.indices

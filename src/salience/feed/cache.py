@@ -16,7 +16,7 @@ from salience.feed.options import checked_budget
 from salience.feed.policy import Ids, OpenPolicy
 from salience.feed.process import Job, Process
 from salience.feed.reads import Broken, Counts
-from salience.feed.schedule import Limits, Window, in_order
+from salience.feed.schedule import FeedWindow, Limits, in_order
 from salience.feed.shared import BROKEN, SERIAL, WHOLE, Shared, shared_bytes
 from salience.feed.simulate import rival_bytes
 from salience.feed.sizes import size
@@ -141,7 +141,7 @@ class Feed:
             resident = self.resident
             self._process = Process(self._job)
         self._process.send(
-            Window(
+            FeedWindow(
                 batches=self._batches(plan, unread),
                 skip=skip,
                 serial=self._serial,

@@ -88,7 +88,7 @@ class Treated(list[Any]):
     report: BatchReport
 
 
-class Staged(Dataset[Any]):
+class StagedDataset(Dataset[Any]):
     """The data set with stages behind it, asked for a whole order at once. It holds nothing that changes with the window."""
 
     takes_orders = True

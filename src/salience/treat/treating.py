@@ -17,7 +17,7 @@ from salience.plan import FRESH, LEVEL, REUSED, STORED, VIEW, Plan, Shard
 from salience.ranks import Ranks
 from salience.seeds import AUGMENT, generator
 from salience.treat.config import Treat
-from salience.treat.dataset import BatchReport, Staged, StageTimes, Treatment
+from salience.treat.dataset import BatchReport, StagedDataset, StageTimes, Treatment
 from salience.treat.echo import echo, echo_slots, views_needed, views_of
 from salience.treat.levels import ReuseTable, SplitPoint, assign_slots, choose_split, reuse_factor
 from salience.treat.rehearsal import Rehearsal, rehearsed
@@ -39,7 +39,7 @@ class Treating:
         if config.kind != "fresh" and memory is not None and config.bytes > memory:
             raise ConfigError(f"treat: memory is {config.bytes:,} bytes and this machine has {memory:,}; ask for less.")
         slots = None if config.kind == "fresh" else slots_of(ranks, config.bytes)
-        self.staged = Staged(dataset, stages, seed=seed, strength=config.strength, slots=slots)
+        self.staged = StagedDataset(dataset, stages, seed=seed, strength=config.strength, slots=slots)
         self.split: SplitPoint | None = None
         self.kind = "fresh"
         """What the window in progress does."""

@@ -10,14 +10,14 @@ import torch
 
 from salience.events import BottleneckFound, LeverCeiling, MachineUse, StepCosts
 from salience.watch.model import WORTH, Costs, ceiling, find_bottleneck, levers
-from salience.watch.usage import Sample
+from salience.watch.usage import UsageSample
 
 IDLE = 0.5
 """A GPU that is busy for less than this share of the time does not hold a loop back."""
 
 
 def profiled(
-    costs: Costs, *, cores: int, losses: bool, usage: Sequence[Sample] = (), missing: Sequence[str] = ()
+    costs: Costs, *, cores: int, losses: bool, usage: Sequence[UsageSample] = (), missing: Sequence[str] = ()
 ) -> BottleneckFound:
     """The verdict on measured costs; `losses` = the loop called `loss()`, `missing` = packages that are not installed."""
     found = [ceiling(costs, lever) for lever in levers(costs, cores=cores)]
