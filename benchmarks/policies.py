@@ -7,9 +7,9 @@ next recorded one under the settings it chose: in order after a switch (a cache 
 where a selection is on, else by lot.
 
 regret = seconds of the policy / seconds of the best settings held from the first window on - 1, the mean over repeated runs.
-worst_vs_plain = the slowest of all the bandit's runs over plain; what it states is 1 + EXPLORES.
+worst_vs_plain = the slowest of all the bandit's runs over plain; what it states is 1 + EXPLORED_SHARE.
 
-Embarrassing would be: a bandit with more regret than the heuristic, or worst_vs_plain over 1 + EXPLORES.
+Embarrassing would be: a bandit with more regret than the heuristic, or worst_vs_plain over 1 + EXPLORED_SHARE.
 
     python benchmarks/policies.py [--record FILE] [--show FILE]
 
@@ -34,7 +34,7 @@ import torch
 import auto
 import salience
 from auto import Regime, cpu, pause, storage
-from salience.decide.bandit import EXPLORES, Bandit
+from salience.decide.bandit import EXPLORED_SHARE, Bandit
 from salience.decide.controller import Controller
 from salience.decide.levers import AvailableLevers, options
 from salience.decide.settings import Settings
@@ -216,7 +216,7 @@ def show(path: Path) -> dict[str, Any]:
         print(f"{name}: {out['regret'][name]}", flush=True)
     for what in ("plain", "heuristic", "bandit"):
         out[f"{what}_mean"] = round(statistics.fmean(one[what] for one in out["regret"].values()), 4)
-    out["worst_vs_plain"], out["states"] = round(worst, 3), 1 + EXPLORES
+    out["worst_vs_plain"], out["states"] = round(worst, 3), 1 + EXPLORED_SHARE
     return out
 
 

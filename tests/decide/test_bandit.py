@@ -13,7 +13,7 @@ from test_controller import KEEP, WINDOWS, Machine, actions, go
 from torch.utils.data import Dataset
 
 import salience
-from salience.decide.bandit import EXPLORES, Bandit, Belief, arms_of, trust
+from salience.decide.bandit import EXPLORED_SHARE, Bandit, Belief, arms_of, trust
 from salience.decide.levers import AvailableLevers, options
 from salience.decide.settings import Settings
 from salience.errors import ConfigError
@@ -126,7 +126,7 @@ def test_what_cannot_be_switched_is_not_tried_again():
 def test_settings_that_are_not_expected_to_be_best_get_a_tenth_of_the_windows():
     controller = bandit(lossy=True)
     go(Machine(HEAVY, noise=0.05), controller, AvailableLevers(cores=2, reusable=("load", "augment"), keep=KEEP))
-    assert controller._explored <= EXPLORES * WINDOWS
+    assert controller._explored <= EXPLORED_SHARE * WINDOWS
 
 
 def test_it_goes_on_from_its_state_as_if_it_had_not_stopped():

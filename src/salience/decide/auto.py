@@ -17,7 +17,7 @@ from salience.watch.probe import WARMUP_STEPS, Probe
 from salience.watch.steps import Step, Steps
 
 POLICIES = ("heuristic", "bandit")
-TIMED = 8
+MAX_TIMED_BATCHES = 8
 """Batches of a probe whose time is taken, at most."""
 
 
@@ -70,7 +70,7 @@ class Auto:
         self._lead, self._planned = planned - self._planned, planned
         self._restarts, self._whole, self._probe = restarts, False, None
         controller, depth = self.controller, max(2, ahead + 1)
-        timed = min(TIMED, controller.allowance - depth)
+        timed = min(MAX_TIMED_BATCHES, controller.allowance - depth)
         room = batches - depth - timed - ahead - WARMUP_STEPS - MIN_STEPS
         alone = controller.settings.workers or controller.settings.cache  # else waiting is the loader alone
         if controller.probing and not controller.fills and alone and timed >= 2 and room >= 0:

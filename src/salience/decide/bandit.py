@@ -21,18 +21,18 @@ from salience.decide.controller import Controller, Decision
 from salience.decide.levers import AvailableLevers, Option, options
 from salience.decide.settings import Settings
 from salience.decide.timing import WindowTiming
-from salience.decide.trial import KEPT
+from salience.decide.trial import MIN_SPEEDUP_TO_KEEP
 from salience.select.steering import History
-from salience.watch.model import WORTH, Costs, Lever, ceiling, find_bottleneck
+from salience.watch.model import MIN_SPEEDUP_TO_TRY, Costs, Lever, ceiling, find_bottleneck
 
-EXPLORES = 0.1
+EXPLORED_SHARE = 0.1
 """Share of the run's windows that may go to settings which are not expected to be the best."""
 SPREAD, DOUBT, NOISE = 0.05, 0.3, 0.06
 TRUST, TRUST_SD = 0.8, 0.3
 """k before anything is known, and its standard deviation: predictions are what a lever gains at most."""
 PREDICTION_SD = 0.1
 """Standard deviation of a gain around k log(predicted)."""
-COMPARED = 3
+MIN_PLAIN_WINDOWS = 3
 """Windows without any lever, where the best one gains so little that it may be nothing."""
 
 
@@ -171,7 +171,7 @@ class Bandit(Controller):
         keep = available.keep[window:]
         for arm in arms_of(costs, single, self._base):
             old = known.get(arm.settings)
-            if old is None and arm.predicted >= WORTH:
+            if old is None and arm.predicted >= MIN_SPEEDUP_TO_TRY:
                 known[arm.settings] = old = arm
             if old is not None:
                 old.predicted, old.left = arm.predicted, sum(keep) / len(keep) if arm.settings.select and keep else 1.0
@@ -216,14 +216,14 @@ class Bandit(Controller):
         may = [arm for arm in self._arms if not self._banned & {arm.name, *arm.name.split(" + ")}]
         beliefs = {arm.name: self.belief(arm) for arm in may}
         best = max(may, key=lambda arm: beliefs[arm.name].mean, default=None)
-        if best is None or beliefs[best.name].mean <= math.log(KEPT):
-            return self._go(window, None, f"nothing is expected to gain {KEPT}x", {})
+        if best is None or beliefs[best.name].mean <= math.log(MIN_SPEEDUP_TO_KEEP):
+            return self._go(window, None, f"nothing is expected to gain {MIN_SPEEDUP_TO_KEEP}x", {})
         found = beliefs[best.name]
-        if best.logs and found.mean - found.sd < math.log(KEPT) and len(self._plain) < COMPARED:
+        if best.logs and found.mean - found.sd < math.log(MIN_SPEEDUP_TO_KEEP) and len(self._plain) < MIN_PLAIN_WINDOWS:
             return self._go(window, None, "it gains little, if anything: a window without it to compare", {})
         hoped = max(may, key=lambda arm: beliefs[arm.name].mean + left * beliefs[arm.name].sd)
         chosen, why = best, "the highest expected gain"
-        if hoped is not best and beliefs[hoped.name].mean > 0 and self._explored + 1 <= EXPLORES * self._windows:
+        if hoped is not best and beliefs[hoped.name].mean > 0 and self._explored + 1 <= EXPLORED_SHARE * self._windows:
             chosen, why = hoped, f"it may gain more than {best.name}; exploring"
             self._explored += 1
         return self._go(window, chosen, why, beliefs)

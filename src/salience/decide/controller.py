@@ -2,7 +2,7 @@
 
 measure -> try the best lever -> keep: measure again
    ^                          -> undo: try the next
-   +-- the step time drifts by more than DRIFT
+   +-- the step time drifts by more than STEP_DRIFT
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from salience.decide.timing import WindowTiming
 from salience.decide.trial import Gain, Trial, windows_needed
 from salience.errors import StateError
 from salience.select.steering import History, band
-from salience.watch.model import WORTH, Bottleneck, Costs, Lever, ceiling, find_bottleneck
+from salience.watch.model import MIN_SPEEDUP_TO_TRY, Bottleneck, Costs, Lever, ceiling, find_bottleneck
 
-DRIFT = 1.15
-TRIALS = 0.3
+STEP_DRIFT = 1.15
+TRIAL_SHARE = 0.3
 """Share of the run's windows that trials which ended with undoing may take."""
-HELD = 0.01
+HELD_SHARE = 0.01
 """Share of the run's batches that probes may hold back."""
-LOSSY = {"treat": 'treat="reuse"', "select": 'select="default"'}
+LOSSY_LEVERS = {"treat": 'treat="reuse"', "select": 'select="default"'}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +89,7 @@ class Controller:
     @property
     def allowance(self) -> int:
         """Batches that may still be held back."""
-        return int(HELD * self._batches) - self.held
+        return int(HELD_SHARE * self._batches) - self.held
 
     def hear(self, metric: float, progress: float) -> None:
         """A validation result; it counts where a lossy lever was on."""
@@ -113,7 +113,7 @@ class Controller:
             self.verdict = find_bottleneck(timing.costs)
             if self.fills:
                 return [*said, self._adopt(window, timing, timing.costs, available.share)]
-        elif self._step is not None and abs(math.log(timing.step / self._step)) > math.log(DRIFT):
+        elif self._step is not None and abs(math.log(timing.step / self._step)) > math.log(STEP_DRIFT):
             self.probing = True
             return said
         return said + self._choose(window, timing, available)
@@ -159,16 +159,14 @@ class Controller:
         needed = windows_needed(option)
         if option.name in self._banned:
             return "it was undone for good"
-        if option.predicted < WORTH:
-            return f"it could gain less than {WORTH}x"
+        if option.predicted < MIN_SPEEDUP_TO_TRY:
+            return f"it could gain less than {MIN_SPEEDUP_TO_TRY}x"
         if not option.exact and not self._lossy:
             return 'it changes training and there is no baseline to compare with; pass baseline=, or auto="lossy"'
         if self._undone.get(option.name) == self._cause:
             return "it was undone, and what holds the run back is still the same"
-        if self._spent + needed > TRIALS * self._windows:
-            return (
-                f"its trial takes {needed} windows, more than are left of the {TRIALS:.0%} of all that trials may take"
-            )
+        if self._spent + needed > TRIAL_SHARE * self._windows:
+            return f"its trial takes {needed} windows, more than are left of the {TRIAL_SHARE:.0%} of all that trials may take"
         if window + 2 * needed > self._windows:
             return "too few windows are left for a trial to pay"
         return ""
@@ -205,7 +203,7 @@ class Controller:
     def _guard(self, window: int) -> list[Decision]:
         """Undo lossy levers when the metric is under the baseline's band at equal progress."""
         heard, self._heard = self._heard, None
-        on = [name for field, name in LOSSY.items() if getattr(self.settings, field)]
+        on = [name for field, name in LOSSY_LEVERS.items() if getattr(self.settings, field)]
         found = None if heard is None else band(self._histories, heard[1])
         if heard is None or found is None or not on:
             return []

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from salience.decide.settings import Settings
 from salience.watch.model import Costs, Lever, ceiling, more_workers
 
-REUSED = 0.75
+REUSED_SHARE = 0.75
 """Share of the visits that take up an intermediate, at most: one is made for four visits."""
 
 
@@ -67,7 +67,7 @@ def options(costs: Costs, now: Settings, available: AvailableLevers, window: int
         lever = Lever(name=f"cache={available.cache}", exact=True, saves={"fetch": available.share})
         add(lever, replace(now, cache=available.cache), remembers=True)
     if available.reusable and not now.treat:
-        lever = Lever(name='treat="reuse"', exact=False, saves=dict.fromkeys(available.reusable, REUSED))
+        lever = Lever(name='treat="reuse"', exact=False, saves=dict.fromkeys(available.reusable, REUSED_SHARE))
         add(lever, replace(now, treat=True), remembers=True)
     left = available.keep[window:]
     if left and left[0] < 1 and not now.select:  # and not before the curve takes anything away

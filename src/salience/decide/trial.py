@@ -17,11 +17,11 @@ from salience.decide.settings import Settings
 from salience.decide.timing import WindowTiming
 from salience.stats import paired_interval
 
-KEPT = 1.02
+MIN_SPEEDUP_TO_KEEP = 1.02
 """A lever stays on if the lower bound of its speed-up is above this."""
-WORSE = 1 / 1.1
+MIN_FIRST_SPEEDUP = 1 / 1.1
 """A speed-up of the first pair under this ends the trial at once."""
-PAIRS = 4
+MAX_PAIRS = 4
 """After so many the trial ends, whatever it says."""
 
 
@@ -97,18 +97,23 @@ class Trial:
             return None
         if self.whole:
             weaker = "one window against the one that filled it: weak evidence"
-            return found.speedup > KEPT, f"it is {'' if found.speedup > KEPT else 'not '}above {KEPT}; {weaker}"
+            faster = found.speedup > MIN_SPEEDUP_TO_KEEP
+            return faster, f"it is {'' if faster else 'not '}above {MIN_SPEEDUP_TO_KEEP}; {weaker}"
         if self.option.remembers:
             weaker = "window over window after one of filling: weaker evidence"
-            if found.low > KEPT:
-                return True, f"the lower bound is above {KEPT}; {weaker}"
-            return False, f"the lower bound is not above {KEPT}; {weaker}"
+            if found.low > MIN_SPEEDUP_TO_KEEP:
+                return True, f"the lower bound is above {MIN_SPEEDUP_TO_KEEP}; {weaker}"
+            return False, f"the lower bound is not above {MIN_SPEEDUP_TO_KEEP}; {weaker}"
         if pairs == 1:
-            return (False, "its first window was slower by more than a tenth") if found.speedup < WORSE else None
-        if found.low > KEPT:
-            return True, f"the lower bound of {pairs} pairs of windows is above {KEPT}"
-        if found.speedup <= KEPT or pairs >= PAIRS:
-            return False, f"the lower bound of {pairs} pairs of windows is not above {KEPT}"
+            return (
+                (False, "its first window was slower by more than a tenth")
+                if found.speedup < MIN_FIRST_SPEEDUP
+                else None
+            )
+        if found.low > MIN_SPEEDUP_TO_KEEP:
+            return True, f"the lower bound of {pairs} pairs of windows is above {MIN_SPEEDUP_TO_KEEP}"
+        if found.speedup <= MIN_SPEEDUP_TO_KEEP or pairs >= MAX_PAIRS:
+            return False, f"the lower bound of {pairs} pairs of windows is not above {MIN_SPEEDUP_TO_KEEP}"
         return None
 
 

@@ -16,7 +16,7 @@ from salience.run.arrays import arrays, tensors
 from salience.run.part import Batch, Part, Setup, Voice
 from salience.select import Pipeline
 from salience.select.redundancy import SEARCH_OPTIONS, CopySearch
-from salience.signals.features import WIDTH
+from salience.signals.features import FEATURE_WIDTH
 
 
 class Copying(Part):
@@ -52,7 +52,7 @@ class Copying(Part):
             self.search = CopySearch(self._setup.n)  # near-copies are found for the report
         if self.search is None or self._setup.rank > 0:
             return None
-        self.search.embeddings = self.search.embeddings or Embeddings(self._setup.n, WIDTH)
+        self.search.embeddings = self.search.embeddings or Embeddings(self._setup.n, FEATURE_WIDTH)
         return self.search.embeddings if self.search.given is None else None
 
     @property

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from salience.errors import ConfigError
 from salience.signals.features import features_of
-from salience.signals.ghost import STEP, Extent, Layer, Size, choose, size_of, squared_norms
+from salience.signals.ghost import STEP_OVER_FORWARD, Extent, Layer, Size, choose, size_of, squared_norms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,7 +241,7 @@ class Attached:
         self._chosen = frozenset(layers or calls)
         if not self._features:
             _remove({name: hook for name, hook in self._hooks.items() if name not in self._chosen})
-        step = STEP * sum(size.forward for size in sizes.values())
+        step = STEP_OVER_FORWARD * sum(size.forward for size in sizes.values())
         return Choice(
             grad_norm=self._extent if sizes else "output",
             layers=layers,

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, get_worker_info
 from salience.errors import DataError, SalienceError
 from salience.feed.dataset import SourceDataset, substitute
 from salience.feed.reads import Broken, Counts
-from salience.plan import FRESH, LEVEL, REUSED, VIEW
+from salience.plan import FRESH, LEVEL_MASK, REUSED, VIEW_SHIFT
 from salience.treat.seeding import FETCH, PREFIX, REST, own_globals, sample_seeds, seed_globals
 from salience.treat.slots import Slots
 from salience.treat.stages import Runner, Stage, joined, parts
@@ -126,7 +126,7 @@ class StagedDataset(Dataset[Any]):
         wanted = [k for k in range(len(ids)) if k not in found]
         reading = sample_seeds(self._seed, how.window, array[wanted], FETCH).tolist() if how.seed_reads else None
         begin = perf_counter()
-        reused = (how.level[wanted] & LEVEL) == REUSED
+        reused = (how.level[wanted] & LEVEL_MASK) == REUSED
         samples, counts = self.read([ids[k] for k in wanted], ticket, reading, (reused & how.unread).tolist())
         per_read = (perf_counter() - begin) / max(1, len(wanted))
         times.add(0, per_read * len(wanted), len(wanted))
@@ -134,7 +134,7 @@ class StagedDataset(Dataset[Any]):
         first_seeds: list[int] = []
         if how.split:
             first_seeds = sample_seeds(self._seed, how.created, array, PREFIX).tolist()
-        seeds = sample_seeds(self._seed, how.window, array, how.level >> VIEW, REST).tolist()
+        seeds = sample_seeds(self._seed, how.window, array, how.level >> VIEW_SHIFT, REST).tolist()
         cost = np.full(len(ids), np.nan, dtype=np.float32)
         unfit = 0
         out: list[Any] = []
@@ -168,7 +168,7 @@ class StagedDataset(Dataset[Any]):
         if self.slots is None or not how.size:
             return found
         begin = perf_counter()
-        for k in np.flatnonzero((how.level & LEVEL) == REUSED).tolist():
+        for k in np.flatnonzero((how.level & LEVEL_MASK) == REUSED).tolist():
             got = self.slots.get(int(how.slot[k]), how.size, ids[k], int(how.created[k]))
             if got is not None:
                 found[k] = got[0]
@@ -177,7 +177,7 @@ class StagedDataset(Dataset[Any]):
 
     def _kept(self, k: int, i: int, value: Any, rest: Any, how: Treatment, times: StageTimes) -> bool:
         """Keep the intermediate where the plan says so; False where that cannot be done."""
-        if self.slots is None or not how.size or how.level[k] & LEVEL == FRESH or isinstance(value, Broken):
+        if self.slots is None or not how.size or how.level[k] & LEVEL_MASK == FRESH or isinstance(value, Broken):
             return True
         begin = perf_counter()
         stored = value, None if rest is None else joined(None, rest)

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from salience.plan import FRESH, REUSED, STORED
 
 Ids = npt.NDArray[np.int64]
-IDLE = 4
-"""An intermediate that was made more than IDLE * r_max windows ago and is not wanted now gives its slot up."""
+MAX_IDLE_ROUNDS = 4
+"""An intermediate that was made more than MAX_IDLE_ROUNDS * r_max windows ago and is not wanted now gives its slot up."""
 
 
 def reuse_factor(importance: npt.NDArray[Any], r_max: int) -> npt.NDArray[np.uint8]:
@@ -62,7 +62,7 @@ def assign_slots(
     uses[ids[again]] += 1
     made = ids[~again]
     slot[made] = -1
-    idle = (slot >= 0) & (created < window - IDLE * r_max)
+    idle = (slot >= 0) & (created < window - MAX_IDLE_ROUNDS * r_max)
     idle[ids[again]] = False
     slot[idle] = -1
     taken = np.zeros(slots, dtype=bool)

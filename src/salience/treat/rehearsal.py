@@ -19,7 +19,7 @@ from salience.treat.seeding import globals_state, own_globals, seed_globals
 from salience.treat.slots import Slots, stored_bytes, taken_apart
 from salience.treat.stages import joined, parts
 
-SAMPLES, PAIR = 8, 2
+SAMPLES_TRIED, SAMPLES_RUN_TWICE = 8, 2
 """Samples that are tried, and those of them that run twice."""
 
 
@@ -40,7 +40,7 @@ class Rehearsal(NamedTuple):
 
 def rehearsed(staged: StagedDataset, workers: int, options: dict[str, Any]) -> Rehearsal:
     """In a worker, where there are any: what a data set opens when it is first read must not be opened before a fork."""
-    ids = np.linspace(0, len(staged) - 1, min(SAMPLES, len(staged))).astype(np.int64)
+    ids = np.linspace(0, len(staged) - 1, min(SAMPLES_TRIED, len(staged))).astype(np.int64)
     taken = {
         name: options[name] for name in ("multiprocessing_context", "worker_init_fn", "timeout") if name in options
     }
@@ -71,7 +71,7 @@ class _Rehearsing(Dataset[Rehearsal]):
 
 def rehearse(staged: StagedDataset, ids: list[int]) -> Rehearsal:
     """Run these samples; the global generators are left seeded."""
-    count, pair = len(staged.stages), min(PAIR, len(ids))
+    count, pair = len(staged.stages), min(SAMPLES_RUN_TWICE, len(ids))
     random, sizes = np.zeros(count + 1, dtype=bool), np.zeros(count, dtype=np.int64)
     keeping = np.zeros((len(ids), count))
     seed_globals(1)

@@ -13,7 +13,7 @@ import torch
 from salience.errors import ConfigError, DataError, StateError
 from salience.feed.sizes import memory_bytes
 from salience.ledger.copies import Copies
-from salience.plan import FRESH, LEVEL, REUSED, STORED, VIEW, Plan, Shard
+from salience.plan import FRESH, LEVEL_MASK, REUSED, STORED, VIEW_SHIFT, Plan, Shard
 from salience.ranks import Ranks
 from salience.seeds import AUGMENT, generator
 from salience.treat.config import Treat
@@ -104,7 +104,7 @@ class Treating:
         # Echo keeps few at a time, whatever the number of samples.
         n = 1 if self.config.kind == "echo" else self.n
         keeping = found.keeping if wanted is None else np.zeros(len(self.stages))
-        sizes = found.sizes + np.maximum(SLACK, found.sizes // 16)
+        sizes = found.sizes + np.maximum(MIN_SLOT_SLACK_BYTES, found.sizes // 16)
         sizes += -sizes % 64
         k = choose_split(found.seconds, keeping, sizes, allowed, memory=self.config.bytes, n=n)
         if k is None:
@@ -145,7 +145,7 @@ class Treating:
         level = np.where(found.count == 1, FRESH, np.where(found.view == 0, STORED, REUSED)).astype(np.uint8)
         return replace(
             plan, ids=ids, weights=weights, importance=plan.importance[found.position].copy(),
-            level=level | (found.view << VIEW),
+            level=level | (found.view << VIEW_SHIFT),
         )  # fmt: skip
 
     def _choice(self) -> tuple[str, int]:
@@ -174,7 +174,7 @@ class Treating:
         nodes, each of which has only those it made."""
         if self.split is None or self.kind == "fresh" or (self._ranks is not None and self._ranks.several_nodes):
             return None
-        return (plan.level & LEVEL) == REUSED
+        return (plan.level & LEVEL_MASK) == REUSED
 
     def treatment(self, shard: Shard) -> Callable[[slice], Treatment]:
         """What to tell workers of a batch, by its place in the plan."""
@@ -206,11 +206,11 @@ class Treating:
     def take(self, ids: npt.NDArray[np.int64], level: npt.NDArray[np.uint8], report: BatchReport) -> None:
         """Count what a worker has to tell of a batch."""
         np.add.at(self._visits, ids, 1)
-        np.add.at(self._fresh, ids, (level & LEVEL) != REUSED)
+        np.add.at(self._fresh, ids, (level & LEVEL_MASK) != REUSED)
         self._times.seconds += report.seconds
         self._times.calls += report.calls
         self._batch = len(level)
-        kinds = np.bincount(level & LEVEL, minlength=3)
+        kinds = np.bincount(level & LEVEL_MASK, minlength=3)
         for name, count in zip(COUNTS, (len(level), *kinds.tolist(), report.missed, report.unfit), strict=True):
             self.counts[name] += count
 
@@ -286,7 +286,7 @@ class Treating:
 
 KINDS = ("fresh", "reuse", "echo")
 COUNTS = ("visits", "fresh", "stored", "reused", "missed", "unfit")
-SLACK = 512
+MIN_SLOT_SLACK_BYTES = 512
 """Bytes of a slot beyond the largest intermediate that was seen, at least."""
 
 

@@ -9,10 +9,10 @@ from dataclasses import asdict
 import torch
 
 from salience.events import BottleneckFound, LeverCeiling, MachineUse, StepCosts
-from salience.watch.model import WORTH, Costs, ceiling, find_bottleneck, levers
+from salience.watch.model import MIN_SPEEDUP_TO_TRY, Costs, ceiling, find_bottleneck, levers
 from salience.watch.usage import UsageSample
 
-IDLE = 0.5
+IDLE_GPU_SHARE = 0.5
 """A GPU that is busy for less than this share of the time does not hold a loop back."""
 
 
@@ -27,7 +27,7 @@ def profiled(
     if not losses:
         notes.append("The script never calls loader.loss(), so forward and backward cannot be told apart.")
     busy = [max(sample.gpu) for sample in usage[len(usage) // 2 :] if sample.gpu]
-    if said.kind == "compute" and busy and sum(busy) / len(busy) < IDLE:
+    if said.kind == "compute" and busy and sum(busy) / len(busy) < IDLE_GPU_SHARE:
         notes.append(
             f"The GPU itself was busy only {sum(busy) / len(busy):.0%} of the time (NVML): Python and kernel launches hold the "
             "loop back. Larger batches, torch.compile or CUDA graphs would help more than any lever here."
@@ -48,7 +48,7 @@ def profiled(
         costs=StepCosts(**asdict(costs)),
         levers=tuple(
             LeverCeiling(
-                name=one.lever.name, exact=one.lever.exact, worth=one.speedup >= WORTH,
+                name=one.lever.name, exact=one.lever.exact, worth=one.speedup >= MIN_SPEEDUP_TO_TRY,
                 speedup=_finite(one.speedup), low=_finite(one.low), high=_finite(one.high),
             )
             for one in found

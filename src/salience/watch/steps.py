@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-KEPT = 4096
+STEPS_KEPT = 4096
 """Steps that are remembered."""
 
 
@@ -66,7 +66,7 @@ class Steps:
     """Records steps. A call costs a microsecond or two."""
 
     def __init__(self) -> None:
-        self.steps: deque[Step] = deque(maxlen=KEPT)
+        self.steps: deque[Step] = deque(maxlen=STEPS_KEPT)
         self.count = 0
         self.losses = False
         """Whether loss() was ever called."""

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-EVERY = 0.5
+SECONDS_BETWEEN_SAMPLES = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class UsageSample:
 class Usage:
     """Samples while a block runs: `with Usage() as usage: ...`; `usage.samples` is empty where psutil is missing."""
 
-    def __init__(self, every: float = EVERY) -> None:
+    def __init__(self, every: float = SECONDS_BETWEEN_SAMPLES) -> None:
         self.samples: list[UsageSample] = []
         self.missing = [name for name in ("psutil", "pynvml") if importlib.util.find_spec(name) is None]
         """Packages that are not installed, and without which less is seen."""
