@@ -23,7 +23,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "tail": "salience.select.filters:tail",
         "noise": "salience.select.noise:noise",
         "redundancy": "salience.select.redundancy:redundancy",
-        "coarse": "salience.select.coarse:coarse",
+        "coarse": "salience.select.filters:coarse",
     },
     "scores": {
         "loss": "salience.select.scores:loss",

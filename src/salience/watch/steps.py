@@ -8,12 +8,36 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 STEPS_KEPT = 4096
 """Steps that are remembered."""
+
+
+class Stopwatch:
+    """Adds up seconds by name: `with watch("plan"): ...`. Every part of a run reports its own seconds to one."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Generator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - begin)
+
+    def add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
 
 
 @dataclass(slots=True)
