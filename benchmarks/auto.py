@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import salience
-from salience.feed.pack import Settings, pack
+from salience.feed.pack import PackSettings, pack
 from store_server import running
 
 Step = Callable[[Any, Tensor, Tensor], None]
@@ -100,7 +100,7 @@ def storage(
             file = raw / f"c{i % 4}" / f"{i:04}.bin"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(rng.bytes(size))
-        pack(raw, packed, Settings())
+        pack(raw, packed, PackSettings())
         with running(packed, rate=rate, latency=latency) as store:
             yield Regime(
                 data=lambda: salience.Source(store.url), batch=8, step=lambda: pause(busy),

@@ -11,9 +11,9 @@
   reads a fraction of the samples: seconds until the accuracy that always reading ends with, less 0.3 points, is reached
   (echo_speedup; 0 = not reached). The control reads always, in about the time echo took, its schedule fitted to that.
 - accuracy (needs a GPU and CIFAR-10): ResNet-9 on the device. Reuse is emulated by its effect: draws of the stage before the
-  split are a function of (sample, window in which the intermediate was made), which `salience.treat.levels.shelve` gives for
-  every visit; crop and flip are fresh. Arms: always fresh; reuse by importance; reuse blind to it, with the same factors dealt
-  out to the samples by lot, which has the same throughput.
+  split are a function of (sample, window in which the intermediate was made), which `salience.treat.levels.assign_slots` gives
+  for every visit; crop and flip are fresh. Arms: always fresh; reuse by importance; reuse blind to it, with the same factors
+  dealt out to the samples by lot, which has the same throughput.
 
 Embarrassing would be: throughput_vs_plain under 2.0, treat_overhead over 1.02, echo_speedup under 1.5, an accuracy_gap below
 -0.3 points, or blind reuse that is as good (then importance buys nothing here).
@@ -47,7 +47,7 @@ from salience.app.glyphs import render
 from salience.app.models import build
 from salience.select.ranks import rank_normalise
 from salience.stats import t_quantile
-from salience.treat.levels import Shelf, reuse_factor, shelve
+from salience.treat.levels import ReuseTable, assign_slots, reuse_factor
 
 BATCH, WORKERS = 32, 2
 ME = psutil.Process()
@@ -312,10 +312,10 @@ def echo(n: int, windows: int, seeds: int) -> dict[str, Any]:
 # ---------------------------------------------------------------- accuracy, on a GPU
 
 
-def hashed(ids: Tensor, born: Tensor, count: int) -> Tensor:
+def hashed(ids: Tensor, created: Tensor, count: int) -> Tensor:
     """Uniform numbers [B, count] that depend on (sample, window) alone."""
     k = torch.arange(count, device=ids.device)
-    z = ids[:, None] * 1_000_003 + born[:, None] * 7_919 + k * 104_729 + 12_345
+    z = ids[:, None] * 1_000_003 + created[:, None] * 7_919 + k * 104_729 + 12_345
     for shift_by, factor in ((16, 0x45D9F3B), (16, 0x45D9F3B), (16, 1)):
         z = ((z ^ (z >> shift_by)) * factor) & 0xFFFFFFFF
     return z.float() / 2**32
@@ -352,7 +352,7 @@ def train_treated(arm: str, data: dict[str, np.ndarray], seed: int, *, epochs: i
     selector = salience.Selector(n, batch_size=256, epochs=epochs, seed=seed, device=device, drop_last=True)
     schedule = salience.ProgressLR(optimizer, selector)
     draws = torch.Generator(device).manual_seed(seed)
-    shelf, rng, fresh = Shelf.empty(n), np.random.default_rng(seed), 0
+    table, rng, fresh = ReuseTable.empty(n), np.random.default_rng(seed), 0
     for window in range(epochs):
         factor = np.ones(n, dtype=np.uint8)
         if arm != "fresh":
@@ -361,11 +361,11 @@ def train_treated(arm: str, data: dict[str, np.ndarray], seed: int, *, epochs: i
             factor = reuse_factor(importance, r_max)
             factor = rng.permutation(factor) if arm == "blind" else factor
         ids = rng.permutation(n)
-        level, shelf = shelve(ids, factor, shelf, slots=n, window=window, r_max=r_max, rng=rng)
+        level, table = assign_slots(ids, factor, table, slots=n, window=window, r_max=r_max, rng=rng)
         fresh += int((level != 2).sum())
-        born = torch.from_numpy(np.where(shelf.slot >= 0, shelf.born, window).astype(np.int64)).to(device)
+        created = torch.from_numpy(np.where(table.slot >= 0, table.created, window).astype(np.int64)).to(device)
         for taken, _ in selector:
-            x = augment_like(images[taken].float(), hashed(taken + n * seed, born[taken], 12))
+            x = augment_like(images[taken].float(), hashed(taken + n * seed, created[taken], 12))
             x = ((cifar.crop_flip(x, draws) - mean) / std).contiguous(memory_format=torch.channels_last)
             with torch.autocast("cuda", torch.bfloat16, enabled=device != "cpu"):
                 logits = model(x)

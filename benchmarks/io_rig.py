@@ -17,7 +17,7 @@ import peers
 import salience
 from caches import Plans
 from salience.feed.index import Index
-from salience.feed.pack import Settings, pack
+from salience.feed.pack import PackSettings, pack
 from store_server import Store
 
 RATE, LATENCY, SHARE = 80e6, 0.02, 0.2
@@ -185,7 +185,7 @@ def make(folder: Path, n: int, size: int = 115_000) -> Index:
     sizes = rng.lognormal(np.log(size), 0.4, n).astype(int)
     for i, length in enumerate(sizes.tolist()):
         (folder / "raw" / f"{i:06}.bin").write_bytes(i.to_bytes(8, "little") + rng.bytes(max(0, length - 8)))
-    return pack(folder / "raw", folder / "shards", Settings(shard_size=shard_size(int(sizes.sum()))))
+    return pack(folder / "raw", folder / "shards", PackSettings(shard_size=shard_size(int(sizes.sum()))))
 
 
 def shard_size(total: int) -> int:

@@ -7,9 +7,9 @@ next recorded one under the settings it chose: in order after a switch (a cache 
 where a selection is on, else by lot.
 
 regret = seconds of the policy / seconds of the best settings held from the first window on - 1, the mean over repeated runs.
-worst_vs_plain = the slowest of all the bandit's runs over plain; what it states is 1 + EXPLORES.
+worst_vs_plain = the slowest of all the bandit's runs over plain; what it states is 1 + EXPLORED_SHARE.
 
-Embarrassing would be: a bandit with more regret than the heuristic, or worst_vs_plain over 1 + EXPLORES.
+Embarrassing would be: a bandit with more regret than the heuristic, or worst_vs_plain over 1 + EXPLORED_SHARE.
 
     python benchmarks/policies.py [--record FILE] [--show FILE]
 
@@ -34,11 +34,11 @@ import torch
 import auto
 import salience
 from auto import Regime, cpu, pause, storage
-from salience.decide.bandit import EXPLORES, Bandit
+from salience.decide.bandit import EXPLORED_SHARE, Bandit
 from salience.decide.controller import Controller
-from salience.decide.levers import Reach, options
-from salience.decide.seen import Seen
+from salience.decide.levers import AvailableLevers, options
 from salience.decide.settings import Settings
+from salience.decide.timing import WindowTiming
 from salience.watch.model import Costs
 
 WINDOWS, RECORDED, RUNS = 30, 10, 10
@@ -68,9 +68,9 @@ class ByHand(Controller):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings, windows=10**6, batches=10**9)
-        self.seen: list[tuple[Seen | None, Reach]] = []
+        self.seen: list[tuple[WindowTiming | None, AvailableLevers]] = []
 
-    def edge(self, window: int, seen: Seen | None, reach: Reach) -> list[Any]:
+    def edge(self, window: int, seen: WindowTiming | None, reach: AvailableLevers) -> list[Any]:
         if window:
             self.seen.append((seen, reach))
         return []
@@ -108,7 +108,9 @@ def record(path: Path) -> None:
                         print(f"{name} {[part.name for part in parts] or 'plain'}: {told}", flush=True)
 
 
-def run(regime: Regime, settings: Settings | None) -> tuple[Settings, list[tuple[Seen | None, Reach]]]:
+def run(
+    regime: Regime, settings: Settings | None
+) -> tuple[Settings, list[tuple[WindowTiming | None, AvailableLevers]]]:
     """Windows with these settings from the first on."""
     loader = salience.Loader(
         regime.data(), regime.batch, epochs=RECORDED + 1, **{**regime.options, "auto": regime.auto}
@@ -132,7 +134,7 @@ class Recorded:
 
     lossy: bool
     base: Settings
-    windows: dict[Settings, list[tuple[Seen, Reach]]]
+    windows: dict[Settings, list[tuple[WindowTiming, AvailableLevers]]]
 
 
 def load(path: Path) -> dict[str, Recorded]:
@@ -145,8 +147,8 @@ def load(path: Path) -> dict[str, Recorded]:
             continue
         given = row["seen"]
         costs = None if given["costs"] is None else Costs(**given["costs"])
-        seen = Seen(seconds=given["seconds"], step=given["step"], blocks=tuple(given["blocks"]), costs=costs)
-        reach = Reach(**{**row["reach"], "reusable": tuple(row["reach"]["reusable"])})
+        seen = WindowTiming(seconds=given["seconds"], step=given["step"], blocks=tuple(given["blocks"]), costs=costs)
+        reach = AvailableLevers(**{**row["reach"], "reusable": tuple(row["reach"]["reusable"])})
         regime.windows.setdefault(settings, []).append((seen, reach))
     return found
 
@@ -165,7 +167,9 @@ def play(controller: Controller, regime: Recorded, rng: np.random.Generator) -> 
     return total
 
 
-def at(regime: Recorded, settings: Settings, window: int, since: int, rng: np.random.Generator) -> tuple[Seen, Reach]:
+def at(
+    regime: Recorded, settings: Settings, window: int, since: int, rng: np.random.Generator
+) -> tuple[WindowTiming, AvailableLevers]:
     """The recorded window that comes next."""
     windows = regime.windows[settings]
     reach = windows[min(len(windows) - 1, window * len(windows) // WINDOWS)][1]
@@ -212,7 +216,7 @@ def show(path: Path) -> dict[str, Any]:
         print(f"{name}: {out['regret'][name]}", flush=True)
     for what in ("plain", "heuristic", "bandit"):
         out[f"{what}_mean"] = round(statistics.fmean(one[what] for one in out["regret"].values()), 4)
-    out["worst_vs_plain"], out["states"] = round(worst, 3), 1 + EXPLORES
+    out["worst_vs_plain"], out["states"] = round(worst, 3), 1 + EXPLORED_SHARE
     return out
 
 

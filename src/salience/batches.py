@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, get_worker_info
 
-from salience.treat.dataset import Staged, Treatment
+from salience.treat.dataset import StagedDataset, Treatment
 
 
 class Order(NamedTuple):
@@ -38,7 +38,7 @@ class Fetched(NamedTuple):
     """Seconds it cost, by stage: those the data set tells of (`samples.seconds`), and "load" for the rest."""
 
 
-class Tagged(NamedTuple):
+class BatchEnvelope(NamedTuple):
     """What arrives: the user's batch with its number and ids."""
 
     number: int
@@ -86,7 +86,7 @@ class WorkerInit:
             self._then(worker)
 
 
-class Tagging(Dataset[Any]):
+class EnvelopeDataset(Dataset[Any]):
     """The user's data set, asked for a whole Order at once.
 
     A data set with `takes_orders` is given the order itself (`take(order)`). One with a method `fingerprints(ids) -> int64 [B]`
@@ -120,7 +120,7 @@ class Tagging(Dataset[Any]):
 
 def _fingerprints(dataset: Any) -> Callable[[list[int]], Any] | None:
     """The data set's own method, looked for also behind stages and under torch's Subset."""
-    if isinstance(dataset, Staged):
+    if isinstance(dataset, StagedDataset):
         return _fingerprints(dataset.dataset)
     if isinstance(dataset, Subset):
         inner, indices = _fingerprints(dataset.dataset), dataset.indices
@@ -133,18 +133,18 @@ def _of_subset(inner: Any, indices: Any, ids: list[int]) -> npt.NDArray[np.int64
     return inner([int(indices[i]) for i in ids])
 
 
-class TagCollate:
+class EnvelopeCollate:
     """The user's collate function, with number and ids put beside its result."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, fetched: Fetched) -> Tagged:
+    def __call__(self, fetched: Fetched) -> BatchEnvelope:
         begin = time.perf_counter()
         order, samples, prints, work = fetched
         batch = self.collate(samples)
         work = {**work, "collate": time.perf_counter() - begin}
-        return Tagged(order.number, order.ids.copy(), batch, prints, order.ticket, work)
+        return BatchEnvelope(order.number, order.ids.copy(), batch, prints, order.ticket, work)
 
 
 def integer_targets(batch: Any, count: int) -> Tensor | None:

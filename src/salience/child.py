@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any, Literal
 
-LOOKS = 1.0
+SECONDS_BETWEEN_LOOKS = 1.0
 """Seconds between two looks of a helper whether its parent is still there."""
-WORDS = 500
+MAX_ERROR_CHARS = 500
 """Characters of an exception that are handed over."""
 
 
@@ -136,13 +136,13 @@ def _main(pipe: Any, theirs: Any, parent: int | None, work: Callable[..., None],
         pass  # nobody listens any more
     except Exception as error:
         with contextlib.suppress(OSError):
-            pipe.send(_Failure(f"{type(error).__name__}: {error}"[:WORDS]))
+            pipe.send(_Failure(f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]))
 
 
 def _end_with(parent: int) -> None:
     """The end of the pipe tells it too, but not while a process that was forked from the parent holds a copy."""
     while os.getppid() == parent:
-        time.sleep(LOOKS)
+        time.sleep(SECONDS_BETWEEN_LOOKS)
     os._exit(1)
 
 

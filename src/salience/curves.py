@@ -19,7 +19,7 @@ Checked on 1,956 pairs of runs (MLPs and a small convolutional net on parts of F
 CIFAR-10; eight schedules, 6 to 64 epochs): 15 of the shorter runs lost more than 1.5 rise(s) and twice the noise, all of early
 decay. 1,149 were said to cost accuracy, and 4 of them lost less than the noise. Fewer epochs were said to do 192 times, and 4
 of those runs lost more than twice the noise. Going by m(1) - m(s) alone would have been wrong in 286 of 650. The constants were
-chosen on 1,626 of the pairs (all but MOST_LOSS); on the 330 made afterwards, 1 of 180 and 3 of 34 were wrong.
+chosen on 1,626 of the pairs (all but MAX_LOSS_PER_RISE); on the 330 made afterwards, 1 of 180 and 3 of 34 were wrong.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-FLOOR = 0.002
+MIN_SPREAD = 0.002
 """Least spread, as a share of the largest metric: 0.2 points where that is an accuracy of 100%."""
 MIN_RESULTS = 6
 """Validation results below which nothing is said."""
-NEARLY_DONE = 0.9
+MIN_LAST_PROGRESS = 0.9
 """Progress that the last result must have reached."""
-LEAST_LOSS = 0.25
+MIN_LOSS_PER_RISE = 0.25
 """The least a shorter run loses, as a share of the rise in the middle, where the run is still learning."""
-MOST_LOSS = 1.5
+MAX_LOSS_PER_RISE = 1.5
 """The most a shorter run loses, as a share of the rise in the middle."""
-CERTAIN = 2.0
+SPREADS_TO_BE_CERTAIN = 2.0
 """Spreads of noise that the least loss must exceed before it is said that fewer visits will cost."""
-BANDWIDTH = 0.15
+LEVEL_BANDWIDTH = 0.15
 """Progress either side that a level is taken from."""
-WORTH_SAYING = 0.9
+MAX_SHARE_WORTH_SAYING = 0.9
 """Share of the epochs that must do at the most; a smaller saving is not mentioned."""
-SHORTEST = 0.2
+MIN_SHARE_OF_EPOCHS = 0.2
 """Least share of the epochs that is ever said to do."""
-STEEP = 0.1
+UNFINISHED_FALL = 0.1
 """Fall of the training loss over the last fifth of the visits from which a run without validation counts as unfinished."""
-CANDIDATES = 200
+MAX_LENGTHS_TRIED = 200
 """Lengths that are tried at the most."""
 
 
@@ -107,14 +107,14 @@ def shorter(
     trouble = _trouble(history, len(metric), share) if len(metric) else _no_results(fall)
     if trouble:
         return Shorter(share=share, cannot_say=trouble)
-    noise = max(own_noise(history), FLOOR * float(np.abs(history.metric).max()))
+    noise = max(own_noise(history), MIN_SPREAD * float(np.abs(history.metric).max()))
     gained = max(0.0, rise(history, share))
-    rising = LEAST_LOSS * gained > CERTAIN * noise
+    rising = MIN_LOSS_PER_RISE * gained > SPREADS_TO_BE_CERTAIN * noise
     enough = fewest(history, noise, epochs)
     return Shorter(
         share=share,
-        loss_low=LEAST_LOSS * gained if rising else 0.0,
-        loss_high=MOST_LOSS * gained,
+        loss_low=MIN_LOSS_PER_RISE * gained if rising else 0.0,
+        loss_high=MAX_LOSS_PER_RISE * gained,
         metric_noise=noise,
         enough_epochs=enough,
         moved=None if enough is None else plain_rise(history, enough / epochs),
@@ -150,12 +150,12 @@ def own_noise(history: History) -> float:
 def level(history: History, at: float) -> float:
     """The metric at a progress without its noise: a line fitted by least squares to the results nearby, at least four.
 
-    Weights (1 - (d / h)^3)^3 of the distance d (Cleveland 1979), h = BANDWIDTH or what four results take.
+    Weights (1 - (d / h)^3)^3 of the distance d (Cleveland 1979), h = LEVEL_BANDWIDTH or what four results take.
     """
     t, m = history.progress, history.metric
     at = min(max(at, float(t[0])), float(t[-1]))
     distance = np.abs(t - at)
-    reach = max(BANDWIDTH, 1.01 * float(np.partition(distance, 3)[3]))
+    reach = max(LEVEL_BANDWIDTH, 1.01 * float(np.partition(distance, 3)[3]))
     root = np.clip(1 - (distance / reach) ** 3, 0, None) ** 1.5
     fit = np.linalg.lstsq(np.stack((root, root * (t - at)), axis=1), m * root, rcond=None)
     return float(fit[0][0])
@@ -176,21 +176,23 @@ def fewest(history: History, noise: float, epochs: int) -> int | None:
 
     Both rises must be within it: that of the middle, which bounds the loss, and that of the end, which the reader sees.
     """
-    begun = max(SHORTEST, 2 * float(history.progress[0]))
+    begun = max(MIN_SHARE_OF_EPOCHS, 2 * float(history.progress[0]))
     first, last = max(1, int(np.ceil(begun * epochs))), epochs - 1
-    tried = min(CANDIDATES, last - first + 1)
+    tried = min(MAX_LENGTHS_TRIED, last - first + 1)
     lengths = np.linspace(first, last, max(0, tried)).astype(np.int64)
     found: int | None = None
     for length in lengths[::-1].tolist():
         if max(rise(history, length / epochs), plain_rise(history, length / epochs)) > noise:
             break
         found = length
-    return found if found is not None and found <= WORTH_SAYING * epochs else None
+    return found if found is not None and found <= MAX_SHARE_WORTH_SAYING * epochs else None
 
 
 def _no_results(fall: float | None) -> str:
     falls = (
-        "" if fall is None or fall < STEEP else f", and the training loss still fell by {fall:.0%} in the last fifth"
+        ""
+        if fall is None or fall < UNFINISHED_FALL
+        else f", and the training loss still fell by {fall:.0%} in the last fifth"
     )
     return f"no validation results{falls}; call loader.evaluated(metric)"
 
@@ -202,7 +204,7 @@ def _trouble(history: History, given: int, share: float) -> str:
         return f"none of the {given} validation results is a finite number"
     if t[-1] <= 0:
         return "the run does not know its length; pass epochs="
-    if t[-1] < NEARLY_DONE:
+    if t[-1] < MIN_LAST_PROGRESS:
         return f"validation was last reported at {t[-1]:.0%} of the run"
     if len(t) < MIN_RESULTS:
         return f"it takes {MIN_RESULTS} validation results and there are {len(t)}; call loader.evaluated(metric) more often"

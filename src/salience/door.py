@@ -20,7 +20,7 @@ from salience.ranks import current_ranks
 from salience.report.sinks import Sink
 from salience.run import Run
 from salience.run.copying import Copying
-from salience.run.iterating import BatchIterator, BatchSource, Doors
+from salience.run.iterating import BatchIterator, BatchSource, Iterators
 from salience.run.part import Setup, Voice, parse_count
 from salience.run.planning import Planning
 from salience.run.recording import Recording
@@ -86,7 +86,7 @@ class Door:
     """The front of a run, which `Loader` and `Selector` share."""
 
     def __init__(self, run: Run, source: BatchSource, make_scorer: MakeScorer | None = None) -> None:
-        self._run, self._doors, self._make_scorer = run, Doors(run, source), make_scorer
+        self._run, self._iterators, self._make_scorer = run, Iterators(run, source), make_scorer
         self._handle = register(run)
         if run.planning.lacks_baseline:
             run.voice.warn(
@@ -98,7 +98,7 @@ class Door:
 
     def __iter__(self) -> BatchIterator:
         """The batches of the next window. It is used up once a batch is taken from it."""
-        return self._doors.iterate()
+        return self._iterators.iterate()
 
     def __len__(self) -> int:
         """Batches of the epoch in progress, or of the next one; exact once iter() was called, if it is planned at once."""
@@ -333,5 +333,5 @@ class Door:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict()` was taken: the next iteration delivers the rest of that window."""
-        self._doors.serial += 1
+        self._iterators.serial += 1
         self._run.load_state_dict(state)

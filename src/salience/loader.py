@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from salience.batches import TagCollate
+from salience.batches import EnvelopeCollate
 from salience.config import SelectConfig
 from salience.decide import Auto
 from salience.door import Door, Parts
@@ -143,7 +143,7 @@ class Loader(Door):
             optional = None
             if treat is None and chooser is not None and chooser.lossy:
                 optional = Treat("reuse", memory=min(Treat().bytes, (memory_bytes() or 0) // 4))
-            treating = Treating(dataset, stages, optional or Treat.of(treat), seed=seed, workers=workers, group=ranks)
+            treating = Treating(dataset, stages, optional or Treat.of(treat), seed=seed, workers=workers, ranks=ranks)
             staging = Staging(parts.voice, parts.recording.ledger, parts.watching.watch, treating, optional=optional)
         collate = collate_fn or default_collate
         self._source = source = WorkerSource(
@@ -200,7 +200,7 @@ def _with_reading(dataset: Any, options: dict[str, Any]) -> tuple[Any, ReadingOp
 def _scorer(
     data: Any, collate: Callable[[Any], Any], n: int, batch_size: int, model: nn.Module, device: torch.device | str
 ) -> Scorer:
-    return Scorer(model, data, TagCollate(collate), n=n, batch_size=batch_size, device=device)
+    return Scorer(model, data, EnvelopeCollate(collate), n=n, batch_size=batch_size, device=device)
 
 
 def _length(dataset: Any) -> int:

@@ -16,9 +16,9 @@ from salience.files import read_npz, write_npz
 FORMAT = "salience-plan-1"
 FRESH, STORED, REUSED = range(3)
 """Treatment levels: every stage fresh; fresh, and the intermediate is kept; the intermediate is taken up."""
-VIEW = 2
+VIEW_SHIFT = 2
 """Bits of a level below the number of the view."""
-LEVEL = (1 << VIEW) - 1
+LEVEL_MASK = (1 << VIEW_SHIFT) - 1
 """Those bits."""
 
 
@@ -76,7 +76,7 @@ class Plan:
     @property
     def views(self) -> npt.NDArray[np.uint8]:
         """Which view of its sample each visit is, uint8 [n]; 0 is the first."""
-        return self.level >> np.uint8(VIEW)
+        return self.level >> np.uint8(VIEW_SHIFT)
 
     @property
     def steps(self) -> int:

@@ -33,9 +33,9 @@ DEADLINES = {"nccl": 600.0}
 """Seconds after which torch itself gives up a collective of a backend, by default,"""
 OTHER_DEADLINE = 1800.0
 """and of all other backends."""
-EARLIER = 0.95
+DEADLINE_SHARE = 0.95
 """Share of that time after which we give up, so that the message is ours."""
-DATA_PARALLEL = ("dp", "data", "data_parallel")
+DATA_PARALLEL_NAMES = ("dp", "data", "data_parallel")
 """Names of the dimension of a device mesh along which samples are divided."""
 
 
@@ -204,7 +204,7 @@ def _dimension(mesh: DeviceMesh, dim: str | None) -> dist.ProcessGroup:
     if dim is None:
         if mesh.ndim == 1:
             return mesh.get_group()
-        dim = next((name for name in DATA_PARALLEL if name in names), None)
+        dim = next((name for name in DATA_PARALLEL_NAMES if name in names), None)
     if dim is None or dim not in names:
         raise ConfigError(
             f"The device mesh has the dimensions {names or 'without names'}; pass dim=, the name of the data-parallel one."
@@ -217,7 +217,7 @@ def _patience(group: dist.ProcessGroup, device: torch.device) -> float:
     seconds = DEADLINES.get(dist.get_backend(group), OTHER_DEADLINE)
     with contextlib.suppress(AttributeError, RuntimeError):  # only some backends tell
         seconds = group._get_backend(device).options._timeout.total_seconds()  # pyright: ignore
-    return EARLIER * seconds
+    return DEADLINE_SHARE * seconds
 
 
 def _wait_on_gpu(work: Any, deadline: float) -> None:

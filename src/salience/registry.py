@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from salience.errors import ConfigError, PluginError, did_you_mean
 
-Plugin = Callable[..., Any]
-P = TypeVar("P", bound=Plugin)
+PluginFunction = Callable[..., Any]
+P = TypeVar("P", bound=PluginFunction)
 
 BUILT_IN: dict[str, dict[str, str]] = {
     "filters": {
@@ -23,7 +23,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "tail": "salience.select.filters:tail",
         "noise": "salience.select.noise:noise",
         "redundancy": "salience.select.redundancy:redundancy",
-        "coarse": "salience.select.coarse:coarse",
+        "coarse": "salience.select.filters:coarse",
     },
     "scores": {
         "loss": "salience.select.scores:loss",
@@ -72,8 +72,9 @@ class Card:
     """What the framework must know of a plug-in beyond its result."""
 
     needs: tuple[str, ...] = ()
-    """Ledger columns it reads that are empty unless `loss()` is given more than the losses, e.g. `margin`; or "reference":
-    what another model thinks, the argument `reference=`."""
+    """Ledger columns it reads that are empty unless `loss()` is given more than the losses, e.g. `margin`; "reference":
+    what another model thinks, the argument `reference=`; "copies": near-copies among the samples, in `view.copies`, found with
+    the plug-in's options `ratio` and `visits` where it has them."""
     unbiased: bool = False
     """Samplers: the stated inclusion probabilities are exact, so weights 1/p give the full gradient in expectation."""
     exact: bool = True
@@ -90,7 +91,7 @@ def card(**facts: Any) -> Callable[[P], P]:
     return attach
 
 
-def card_of(plugin: Plugin) -> Card:
+def card_of(plugin: PluginFunction) -> Card:
     return getattr(plugin, "__salience_card__", Card())
 
 
@@ -140,7 +141,7 @@ def catalogue(kind: str) -> list[Origin]:
     return [origin for _, (origin, _) in sorted(_installed(kind).items())]
 
 
-def find(kind: str, name: str | Plugin) -> Plugin:
+def find(kind: str, name: str | PluginFunction) -> PluginFunction:
     """The plug-in of that name; a callable is taken as it is."""
     if not isinstance(name, str):
         return name
@@ -163,7 +164,7 @@ def find(kind: str, name: str | Plugin) -> Plugin:
     return found
 
 
-def check_options(kind: str, name: str, plugin: Plugin, options: Mapping[str, Any]) -> None:
+def check_options(kind: str, name: str, plugin: PluginFunction, options: Mapping[str, Any]) -> None:
     """Raise ConfigError when an option is not a keyword-only argument of the plug-in."""
     parameters = inspect.signature(plugin).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -174,6 +175,6 @@ def check_options(kind: str, name: str, plugin: Plugin, options: Mapping[str, An
             raise ConfigError(f"{kind[:-1]} {name!r} has no option {option!r}.{did_you_mean(option, allowed)}")
 
 
-def summary(plugin: Plugin) -> str:
+def summary(plugin: PluginFunction) -> str:
     """The first line of the plug-in's docstring."""
     return (inspect.getdoc(plugin) or "").partition("\n")[0]

@@ -13,8 +13,8 @@ from test_controller import KEEP, WINDOWS, Machine, actions, go
 from torch.utils.data import Dataset
 
 import salience
-from salience.decide.bandit import EXPLORES, Bandit, Belief, arms_of, trust
-from salience.decide.levers import Reach, options
+from salience.decide.bandit import EXPLORED_SHARE, Bandit, Belief, arms_of, trust
+from salience.decide.levers import AvailableLevers, options
 from salience.decide.settings import Settings
 from salience.errors import ConfigError
 from salience.select.steering import History
@@ -23,7 +23,7 @@ START = Settings(workers=1)
 HEAVY = {"load": 0.02, "augment": 0.3}
 
 
-def play(machine: Machine, controller: Bandit, reach: Reach, windows: int = WINDOWS) -> list[Settings]:
+def play(machine: Machine, controller: Bandit, reach: AvailableLevers, windows: int = WINDOWS) -> list[Settings]:
     """The settings of each window; what was kept stays as long as it is wanted, whatever else is switched."""
     used, kept = [controller.settings], (0, False)
     for window in range(1, windows):
@@ -46,7 +46,7 @@ def test_two_beliefs_together_lie_between_them_and_are_surer():
 
 
 def test_it_goes_to_the_best_combination_at_once_and_stays():
-    reach = Reach(cores=2, reusable=("load", "augment"), keep=KEEP)
+    reach = AvailableLevers(cores=2, reusable=("load", "augment"), keep=KEEP)
     said, used = go(Machine(HEAVY), bandit(lossy=True), reach)
     assert used[1] != START  # behind one measured window
     assert used[-1].workers == 2
@@ -59,7 +59,7 @@ def test_it_goes_to_the_best_combination_at_once_and_stays():
 def test_what_does_not_gain_is_left_and_the_run_ends_as_it_began():
     machine = Machine(HEAVY, useless=("workers", "treat", "select"))
     controller = bandit(lossy=True)
-    said, used = go(machine, controller, Reach(cores=2, reusable=("load", "augment"), keep=KEEP))
+    said, used = go(machine, controller, AvailableLevers(cores=2, reusable=("load", "augment"), keep=KEEP))
     assert used[-1] == START
     assert "undo" in [action for action, _ in actions(said)]
     tried = [one for one in used if one != START]
@@ -70,13 +70,13 @@ def test_what_does_not_gain_is_left_and_the_run_ends_as_it_began():
 
 
 def test_nothing_is_tried_where_nothing_can_gain():
-    said, used = go(Machine({"load": 0.001}), bandit(), Reach(cores=2))
+    said, used = go(Machine({"load": 0.001}), bandit(), AvailableLevers(cores=2))
     assert {*used} == {START}
     assert not actions(said)
 
 
 def test_lossy_levers_need_leave_and_are_undone_for_good_out_of_the_band():
-    reach = Reach(cores=1, keep=KEEP)
+    reach = AvailableLevers(cores=1, keep=KEEP)
     said, used = go(Machine({"load": 0.001}, compute=0.1), bandit(), reach)
     assert {*used} == {START}
     assert "changes training" in said[0].reason
@@ -91,7 +91,7 @@ def test_lossy_levers_need_leave_and_are_undone_for_good_out_of_the_band():
 
 def test_a_window_that_fills_a_cache_does_not_count():
     controller = bandit()
-    go(Machine({"fetch": 0.1, "decode": 0.01}), controller, Reach(cores=1, cache=1 << 20), windows=4)
+    go(Machine({"fetch": 0.1, "decode": 0.01}), controller, AvailableLevers(cores=1, cache=1 << 20), windows=4)
     [arm] = [arm for arm in controller._arms if arm.settings.cache]
     assert controller.settings == arm.settings
     assert len(arm.logs) == 1  # of the two under it, the first filled it
@@ -100,7 +100,7 @@ def test_a_window_that_fills_a_cache_does_not_count():
 def test_a_cache_that_is_on_from_the_start_belongs_to_every_setting():
     start = Settings(workers=1, cache=1 << 20)
     controller = Bandit(start, windows=WINDOWS, batches=50 * WINDOWS, adopted=True)
-    used = play(Machine({"fetch": 0.1, "decode": 0.06}), controller, Reach(cores=2))
+    used = play(Machine({"fetch": 0.1, "decode": 0.06}), controller, AvailableLevers(cores=2))
     assert used[:2] == [start, start]  # the first fills it, the second is the one to compare with
     assert used[2] == used[-1] == Settings(workers=2, cache=1 << 20)
     assert len(controller._plain) == 1
@@ -114,7 +114,7 @@ def test_predictions_that_came_true_only_half_are_halved_for_other_settings():
 def test_what_cannot_be_switched_is_not_tried_again():
     controller, machine, tried = bandit(), Machine({"fetch": 0.1, "decode": 0.1}), []
     for window in range(1, 8):
-        controller.edge(window, machine.seen(window - 1, START), Reach(cores=2, cache=100))
+        controller.edge(window, machine.seen(window - 1, START), AvailableLevers(cores=2, cache=100))
         if controller.settings != START:
             tried.append(controller.settings)
             assert controller.failed(window, START, "no memory").lever != "settings"
@@ -125,13 +125,13 @@ def test_what_cannot_be_switched_is_not_tried_again():
 
 def test_settings_that_are_not_expected_to_be_best_get_a_tenth_of_the_windows():
     controller = bandit(lossy=True)
-    go(Machine(HEAVY, noise=0.05), controller, Reach(cores=2, reusable=("load", "augment"), keep=KEEP))
-    assert controller._explored <= EXPLORES * WINDOWS
+    go(Machine(HEAVY, noise=0.05), controller, AvailableLevers(cores=2, reusable=("load", "augment"), keep=KEEP))
+    assert controller._explored <= EXPLORED_SHARE * WINDOWS
 
 
 def test_it_goes_on_from_its_state_as_if_it_had_not_stopped():
     """With levers that remember nothing: those are filled again first."""
-    reach = Reach(cores=2, keep=KEEP)
+    reach = AvailableLevers(cores=2, keep=KEEP)
     for stop in (1, 3, 7):
         whole, part, again = (bandit(lossy=True) for _ in range(3))
         _, used = go(Machine(HEAVY), whole, reach, windows=12)
@@ -149,7 +149,7 @@ def test_it_goes_on_from_its_state_as_if_it_had_not_stopped():
 
 def test_arms_are_all_combinations():
     seen = Machine({"fetch": 0.1, "decode": 0.05}).seen(0, START)
-    single = options(seen.costs, START, Reach(cores=2, cache=100), 1)
+    single = options(seen.costs, START, AvailableLevers(cores=2, cache=100), 1)
     arms = arms_of(seen.costs, single, START)
     assert sorted(arm.settings.numbers for arm in arms) == [[1, 100, 0, 0], [2, 0, 0, 0], [2, 100, 0, 0]]
     assert max(arms, key=lambda arm: arm.predicted).settings == Settings(workers=2, cache=100)

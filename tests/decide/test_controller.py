@@ -10,9 +10,9 @@ import pytest
 
 from salience.decide.bandit import Bandit
 from salience.decide.controller import Controller, Decision, Replay
-from salience.decide.levers import Reach, options
-from salience.decide.seen import Seen, look
+from salience.decide.levers import AvailableLevers, options
 from salience.decide.settings import Settings, recorded
+from salience.decide.timing import WindowTiming, measure_window
 from salience.errors import ConfigError, StateError
 from salience.events import EventLog
 from salience.select.steering import History
@@ -35,7 +35,7 @@ class Machine:
     noise: float = 0.003
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
 
-    def seen(self, window: int, settings: Settings, *, warm: bool = True) -> Seen:
+    def seen(self, window: int, settings: Settings, *, warm: bool = True) -> WindowTiming:
         work = dict(self.work)
         if settings.cache and warm and "cache" not in self.useless:
             work["fetch"] = 0.0
@@ -50,11 +50,16 @@ class Machine:
             workers=settings.workers, steps=50,
         )  # fmt: skip
         blocks = tuple(step * np.exp(self.rng.normal(0, self.noise, 8)))
-        return Seen(seconds=50 * step * share, step=step, blocks=blocks, costs=costs)
+        return WindowTiming(seconds=50 * step * share, step=step, blocks=blocks, costs=costs)
 
 
 def go(
-    machine: Machine, controller: Controller, reach: Reach, *, metric: float | None = None, windows: int = WINDOWS
+    machine: Machine,
+    controller: Controller,
+    reach: AvailableLevers,
+    *,
+    metric: float | None = None,
+    windows: int = WINDOWS,
 ) -> tuple[list[Decision], list[Settings]]:
     said, used = [], [controller.settings]
     for window in range(1, windows):
@@ -76,7 +81,7 @@ def actions(said: list[Decision]) -> list[tuple[str, str]]:
 
 
 def test_a_storage_bound_run_gets_a_cache_and_nothing_it_does_not_need():
-    said, used = go(Machine({"fetch": 0.1, "decode": 0.01}), controller(), Reach(cores=2, cache=1 << 20))
+    said, used = go(Machine({"fetch": 0.1, "decode": 0.01}), controller(), AvailableLevers(cores=2, cache=1 << 20))
     assert actions(said) == [("try", "cache"), ("keep", "cache")]
     assert used[-1] == Settings(workers=1, cache=1 << 20)
     kept = next(d for d in said if d.action == "keep")
@@ -91,7 +96,7 @@ def adopting(**more) -> Controller:
 
 
 def test_a_cache_that_is_on_from_the_start_is_judged_against_the_window_that_filled_it():
-    said, used = go(Machine({"fetch": 0.1, "decode": 0.01}), adopting(), Reach(cores=1))
+    said, used = go(Machine({"fetch": 0.1, "decode": 0.01}), adopting(), AvailableLevers(cores=1))
     assert actions(said) == [("try", "cache"), ("keep", "cache")]
     assert [d.window for d in said if d.action != "skip"] == [1, 2]
     assert {*used} == {Settings(workers=1, cache=1 << 20)}
@@ -100,26 +105,29 @@ def test_a_cache_that_is_on_from_the_start_is_judged_against_the_window_that_fil
 
 def test_one_that_gains_nothing_goes():
     machine = Machine({"fetch": 0.01, "decode": 0.1}, useless=("cache",))
-    said, used = go(machine, adopting(), Reach(cores=1))
+    said, used = go(machine, adopting(), AvailableLevers(cores=1))
     assert actions(said)[:2] == [("try", "cache"), ("undo", "cache")]
     assert used[2:] == [Settings(workers=1)] * (WINDOWS - 2)
 
 
 def test_where_the_window_that_filled_it_was_not_seen_it_stays_unjudged():
     machine, auto = Machine({"fetch": 0.1, "decode": 0.01}), adopting()
-    assert auto.edge(0, None, Reach(cores=1)) == []  # before the first window
+    assert auto.edge(0, None, AvailableLevers(cores=1)) == []  # before the first window
     assert auto.fills
-    assert auto.edge(1, None, Reach(cores=1)) == []
+    assert auto.edge(1, None, AvailableLevers(cores=1)) == []
     assert not auto.fills
     for window in range(2, 6):
-        said = auto.edge(window, machine.seen(window - 1, auto.settings), Reach(cores=1))
+        said = auto.edge(window, machine.seen(window - 1, auto.settings), AvailableLevers(cores=1))
         assert not actions(said)
     assert auto.settings.cache
 
 
 def test_a_resumed_run_does_not_judge_by_the_window_that_fills_the_cache_again():
     machine = Machine({"fetch": 0.1, "decode": 0.01})
-    for auto, reach in ((adopting(), Reach(cores=1)), (controller(), Reach(cores=1, cache=1 << 20))):
+    for auto, reach in (
+        (adopting(), AvailableLevers(cores=1)),
+        (controller(), AvailableLevers(cores=1, cache=1 << 20)),
+    ):
         said = auto.edge(1, machine.seen(0, auto.settings, warm=False), reach)
         if not auto.settings.cache or not said[-1].reason.startswith("on from"):
             said += auto.edge(2, machine.seen(1, auto.settings, warm=False), reach)  # which fills it
@@ -142,7 +150,7 @@ def test_a_state_of_another_policy_is_refused():
 def test_what_warms_up_while_a_cache_fills_is_not_taken_for_reading():
     slow, usual = Step(wait=0.02, forward=3.0, backward=0.0), Step(wait=0.02, forward=0.01, backward=0.0)
     steps = [slow] * 3 + [usual] * 60
-    found = look(
+    found = measure_window(
         steps, batches=63, lead=0.0, inputs=(), ahead=2, workers=1, first=True, restarts=True, fills=True
     )  # fmt: skip
     assert found.step == pytest.approx(0.03)
@@ -152,7 +160,7 @@ def test_what_warms_up_while_a_cache_fills_is_not_taken_for_reading():
 
 def test_exact_levers_go_on_before_lossy_ones_and_one_at_a_time():
     machine, auto = Machine({"load": 0.02, "augment": 0.3}), controller(lossy=True)
-    said, used = go(machine, auto, Reach(cores=2, reusable=("load", "augment"), keep=KEEP))
+    said, used = go(machine, auto, AvailableLevers(cores=2, reusable=("load", "augment"), keep=KEEP))
     assert actions(said)[:4] == [("try", "num_workers"), ("keep", "num_workers"), ("try", "treat"), ("keep", "treat")]
     assert "quality unproven" in next(d for d in said if (d.action, d.lever[:5]) == ("keep", "treat")).reason
     assert [settings.workers for settings in used[:6]] == [1, 2, 1, 2, 2, 2]
@@ -162,7 +170,7 @@ def test_exact_levers_go_on_before_lossy_ones_and_one_at_a_time():
 
 def test_what_does_not_help_is_undone_and_not_tried_again():
     machine = Machine({"fetch": 0.05, "decode": 0.05}, useless=("workers", "cache"))
-    said, used = go(machine, controller(), Reach(cores=2, cache=1 << 20))
+    said, used = go(machine, controller(), AvailableLevers(cores=2, cache=1 << 20))
     assert sorted(actions(said)) == [
         ("try", "cache"),
         ("try", "num_workers"),
@@ -174,14 +182,14 @@ def test_what_does_not_help_is_undone_and_not_tried_again():
 
 
 def test_where_nothing_could_help_nothing_is_tried():
-    said, used = go(Machine({"load": 0.002}, compute=0.1), controller(), Reach(cores=2, keep=KEEP))
+    said, used = go(Machine({"load": 0.002}, compute=0.1), controller(), AvailableLevers(cores=2, keep=KEEP))
     assert actions(said) == []
     assert set(used) == {Settings(workers=1)}
     assert any("baseline" in d.reason for d in said if "select" in d.lever)
 
 
 def test_a_compute_bound_run_may_select_less_where_that_was_allowed():
-    said, used = go(Machine({"load": 0.002}, compute=0.1), controller(lossy=True), Reach(cores=2, keep=KEEP))
+    said, used = go(Machine({"load": 0.002}, compute=0.1), controller(lossy=True), AvailableLevers(cores=2, keep=KEEP))
     assert actions(said) == [("try", "select"), ("keep", "select")]
     assert not any(s.select for s in used[:2])  # not while everything is visited anyway
     assert used[-1].select
@@ -193,7 +201,7 @@ def baseline() -> list[History]:
 
 
 def test_a_metric_under_the_baselines_band_undoes_lossy_levers_for_good():
-    machine, reach = Machine({"load": 0.002}, compute=0.1), Reach(cores=2, keep=KEEP)
+    machine, reach = Machine({"load": 0.002}, compute=0.1), AvailableLevers(cores=2, keep=KEEP)
     said, used = go(machine, controller(histories=baseline()), reach, metric=0.8)
     assert actions(said) == [("try", "select"), ("undo", "select")]
     assert "left the baseline's band" in next(d for d in said if d.action == "undo").reason
@@ -201,7 +209,7 @@ def test_a_metric_under_the_baselines_band_undoes_lossy_levers_for_good():
 
 
 def test_a_metric_in_the_band_proves_them():
-    machine, reach = Machine({"load": 0.002}, compute=0.1), Reach(cores=2, keep=KEEP)
+    machine, reach = Machine({"load": 0.002}, compute=0.1), AvailableLevers(cores=2, keep=KEEP)
     said, used = go(machine, controller(histories=baseline()), reach, metric=0.91)
     assert ("keep", "select") in actions(said)
     assert not any("unproven" in d.reason for d in said if d.action == "keep")
@@ -209,7 +217,11 @@ def test_a_metric_in_the_band_proves_them():
 
 
 def test_drift_of_the_step_time_is_measured_again_and_levers_return_under_another_verdict():
-    machine, auto, reach = Machine({"fetch": 0.001, "decode": 0.01}), controller(), Reach(cores=1, cache=1 << 20)
+    machine, auto, reach = (
+        Machine({"fetch": 0.001, "decode": 0.01}),
+        controller(),
+        AvailableLevers(cores=1, cache=1 << 20),
+    )
     said, _ = go(machine, auto, reach, windows=8)
     assert actions(said) == []
     machine.work = {"fetch": 0.1, "decode": 0.01}  # the store became slow
@@ -223,14 +235,14 @@ def test_drift_of_the_step_time_is_measured_again_and_levers_return_under_anothe
 @pytest.mark.parametrize(("windows", "tries"), [(4, 0), (10, 1), (30, 1)])
 def test_short_runs_are_left_alone(windows, tries):
     auto = Controller(Settings(workers=1), windows=windows, batches=50 * windows)
-    said, _ = go(Machine({"fetch": 0.1}), auto, Reach(cores=1, cache=1 << 20), windows=windows)
+    said, _ = go(Machine({"fetch": 0.1}), auto, AvailableLevers(cores=1, cache=1 << 20), windows=windows)
     assert len([d for d in said if d.action == "try"]) == tries
     assert len({(d.lever, d.reason) for d in said}) == len(said)  # nothing is said twice
 
 
 def test_a_resumed_controller_goes_on_where_it_was():
     """With levers that remember nothing: those are filled again first."""
-    reach = Reach(cores=2, keep=KEEP)
+    reach = AvailableLevers(cores=2, keep=KEEP)
     machine, whole = Machine({"fetch": 0.05, "augment": 0.1, "decode": 0.05}), controller(lossy=True)
     _, used = go(machine, whole, reach)
     machine, one = Machine({"fetch": 0.05, "augment": 0.1, "decode": 0.05}), controller(lossy=True)
@@ -247,7 +259,7 @@ def test_a_resumed_controller_goes_on_where_it_was():
 
 
 def test_a_window_that_was_broken_off_decides_nothing_and_a_second_one_ends_a_trial():
-    auto, reach = controller(), Reach(cores=1, cache=1 << 20)
+    auto, reach = controller(), AvailableLevers(cores=1, cache=1 << 20)
     assert auto.edge(1, None, reach) == []
     assert auto.probing
     assert actions(auto.edge(2, Machine({"fetch": 0.1}).seen(1, auto.settings), reach)) == [("try", "cache")]
@@ -264,7 +276,7 @@ def test_a_run_is_replayed_from_its_log(tmp_path):
     replay = Replay(Settings(), recorded(tmp_path))
     used = []
     for window in range(9):
-        assert replay.edge(window, None, Reach()) == []
+        assert replay.edge(window, None, AvailableLevers()) == []
         used.append((replay.settings.workers, replay.settings.cache))
     assert used == [(1, 0)] * 3 + [(2, 5)] * 4 + [(1, 0)] * 2
     (tmp_path / "empty.jsonl").touch()
@@ -275,6 +287,8 @@ def test_a_run_is_replayed_from_its_log(tmp_path):
 
 def test_a_cache_that_holds_half_of_the_source_promises_half():
     costs = Costs(step=0.1, wait=0.1, input=0.1, compute=0.0, work={"fetch": 0.1}, workers=1, steps=9)
-    whole, half = (options(costs, Settings(workers=1), Reach(cache=9, share=s), 0)[0].predicted for s in (0.9, 0.45))
+    whole, half = (
+        options(costs, Settings(workers=1), AvailableLevers(cache=9, share=s), 0)[0].predicted for s in (0.9, 0.45)
+    )
     assert whole == pytest.approx(10)
     assert half == pytest.approx(1 / 0.55)

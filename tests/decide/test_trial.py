@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from salience.decide.levers import Option
-from salience.decide.seen import Seen, look
 from salience.decide.settings import Settings
+from salience.decide.timing import WindowTiming, measure_window
 from salience.decide.trial import Trial, gain
 from salience.watch.steps import Step
 
@@ -20,8 +20,8 @@ def option(*, remembers: bool = False) -> Option:
     return Option(name="num_workers=2", exact=True, remembers=remembers, settings=ON, predicted=1.5)
 
 
-def seen(seconds: float, blocks: tuple[float, ...] = ()) -> Seen:
-    return Seen(seconds=seconds, step=seconds / 10, blocks=blocks, costs=None)
+def seen(seconds: float, blocks: tuple[float, ...] = ()) -> WindowTiming:
+    return WindowTiming(seconds=seconds, step=seconds / 10, blocks=blocks, costs=None)
 
 
 def tried(seconds: list[float]) -> tuple[Trial, list[Settings]]:
@@ -95,12 +95,12 @@ def test_a_window_is_seen_without_its_probe_and_with_the_start_of_its_workers():
     usual = {"batches": 50, "lead": 0.5, "inputs": [0.04], "ahead": 3, "workers": 1}
     plain = steps(50, 0.02, 0.1)
     plain[0].wait = 1.02  # workers start
-    found = look(plain, first=False, restarts=True, **usual)
+    found = measure_window(plain, first=False, restarts=True, **usual)
     assert found.seconds == pytest.approx(50 * 0.12 + 0.5 + 1.0)
-    assert look(plain, first=False, restarts=False, **usual).seconds == pytest.approx(50 * 0.12 + 0.5)
+    assert measure_window(plain, first=False, restarts=False, **usual).seconds == pytest.approx(50 * 0.12 + 0.5)
     held = [Step(9.0, forward=0.1, held=True), *(Step(0.0, forward=0.1, held=True) for _ in range(9))]
     probed = [*plain[:20], *held, *steps(3, 0.0, 0.1), *plain[20:]]  # behind it three batches were ready
-    found = look(probed, first=False, restarts=True, **usual)
+    found = measure_window(probed, first=False, restarts=True, **usual)
     assert found.seconds == pytest.approx(50 * 0.12 + 0.5 + 1.0)
     assert (found.costs.input, found.costs.compute) == pytest.approx((0.04, 0.1))
-    assert look(plain[:4], first=False, restarts=True, **usual) is None
+    assert measure_window(plain[:4], first=False, restarts=True, **usual) is None

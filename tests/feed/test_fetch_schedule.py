@@ -10,7 +10,7 @@ import pytest
 from salience.errors import StoreError
 from salience.feed.index import Index, Names
 from salience.feed.policy import Planned
-from salience.feed.schedule import Limits, Schedule, Staged, Window, horizon, in_order
+from salience.feed.schedule import FeedWindow, Limits, Schedule, Staged, horizon, in_order
 
 N, SIZE = 24, 100
 LIMITS = Limits(least=0, most=10**9, along=0)
@@ -108,15 +108,17 @@ def objects(sizes: np.ndarray, shards: bool = False) -> Index:
     )  # fmt: skip
 
 
-def window(*ranks: list[list[int]], serial: int = 1, skip: set[int] | None = None, importance: float = 1.0) -> Window:
-    return Window(
+def window(
+    *ranks: list[list[int]], serial: int = 1, skip: set[int] | None = None, importance: float = 1.0
+) -> FeedWindow:
+    return FeedWindow(
         batches=[[np.array(ids, np.int64) for ids in batches] for batches in ranks],
         skip=[skip or set()] * len(ranks), serial=serial, first=[serial << 32] * len(ranks),
         importance=np.full(N, importance, np.float32),
     )  # fmt: skip
 
 
-def begin(schedule: Schedule, one: Window) -> None:
+def begin(schedule: Schedule, one: FeedWindow) -> None:
     schedule.leave(one.serial)
     schedule.rank(one)
     schedule.enter(one)
@@ -141,7 +143,7 @@ def bring(schedule: Schedule, room: Bytes, ids: Iterable[int]) -> None:
         room.put(i)
 
 
-def play(schedule: Schedule, room: Bytes, one: Window, order: Callable[[list[int]], list[int]] = list) -> list[int]:
+def play(schedule: Schedule, room: Bytes, one: FeedWindow, order: Callable[[list[int]], list[int]] = list) -> list[int]:
     """A whole window: what was read, in order. Each batch is done with as soon as it is ready."""
     begin(schedule, one)
     read: list[int] = []

@@ -14,11 +14,11 @@ from xxhash import xxh3_64_intdigest
 from salience.errors import ConfigError, DataError, SalienceError, StateError
 from salience.feed.headers import TAR_BLOCK_BYTES, TAR_END, header, header_size, members, padded
 from salience.feed.index import FILE, Index
-from salience.feed.pack import File, Packing, Sample, Settings, fill, list_files, pack, samples_of
+from salience.feed.pack import File, PackedSample, Packing, PackSettings, fill, list_files, pack, samples_of
 from salience.feed.tars import check, index_shards, index_tars
 
 LONG = "long" * 40 + ".jpg"
-SMALL = Settings(shard_size=8192)
+SMALL = PackSettings(shard_size=8192)
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_tarfile_reads_whole_webdataset_samples_with_their_class(folder: Path, t
 
 def test_the_seed_alone_decides_the_order_and_a_contiguous_range_mixes_classes(folder: Path, tmp_path: Path):
     for name, seed, jobs in (("a", 0, 1), ("b", 0, 3), ("c", 1, 3)):
-        pack(folder, tmp_path / name, Settings(shard_size=8192, seed=seed), jobs=jobs)
+        pack(folder, tmp_path / name, PackSettings(shard_size=8192, seed=seed), jobs=jobs)
     one = snapshot(tmp_path / "a")
     assert one.keys() == snapshot(tmp_path / "b").keys()
     assert all(data == one[name] for name, data in snapshot(tmp_path / "b").items())
@@ -119,8 +119,8 @@ def test_files_without_directories_have_no_classes(tmp_path: Path):
 
 def test_offsets_beyond_4_and_8_GiB_are_right(tmp_path: Path):
     sizes = [5 << 30, 3, 9 << 30, 7]
-    samples = [Sample(f"a/{i}", 0, (File(f"a/{i}.bin", size, 0),)) for i, size in enumerate(sizes)]
-    packing = Packing(settings=Settings(), shards=fill(samples, 1 << 40), classes=("a",))
+    samples = [PackedSample(f"a/{i}", 0, (File(f"a/{i}.bin", size, 0),)) for i, size in enumerate(sizes)]
+    packing = Packing(settings=PackSettings(), shards=fill(samples, 1 << 40), classes=("a",))
     index = packing.index([np.ones(4, np.uint64)])
     at = 0
     with (tmp_path / "big.tar").open("wb") as out:  # headers where the plan says, holes between them
@@ -183,9 +183,12 @@ def test_a_finished_packing_is_left_as_it_is_and_a_lost_shard_said(folder: Path,
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [(Settings(shard_size=9000), "shard_size was 8192 and is 9000"), (Settings(shard_size=8192, seed=3), "seed was 0")],
+    [
+        (PackSettings(shard_size=9000), "shard_size was 8192 and is 9000"),
+        (PackSettings(shard_size=8192, seed=3), "seed was 0"),
+    ],
 )
-def test_other_settings_do_not_mix_with_what_was_begun(folder: Path, tmp_path: Path, settings: Settings, said: str):
+def test_other_settings_do_not_mix_with_what_was_begun(folder: Path, tmp_path: Path, settings: PackSettings, said: str):
     pack(folder, tmp_path / "out", SMALL)
     with pytest.raises(StateError, match=said):
         pack(folder, tmp_path / "out", settings)
@@ -211,7 +214,7 @@ def test_a_shard_size_below_one_file_an_empty_folder_and_out_inside_dir_are_one_
 ):
     def refused(kind: type[SalienceError], said: str, data: Path, out: Path, size: int = 8192) -> None:
         with pytest.raises(kind, match=said):
-            pack(data, out, Settings(shard_size=size))
+            pack(data, out, PackSettings(shard_size=size))
         assert not out.exists()
 
     (tmp_path / "empty").mkdir()

@@ -8,7 +8,7 @@ import pytest
 from salience.errors import ConfigError, Misattributed, StateError
 from salience.ledger import Ledger, bytes_per_sample, load, merge, save
 from salience.ledger.columns import vote_bytes_per_sample
-from salience.ledger.ledger import SMOOTHING, block_bytes
+from salience.ledger.ledger import LOSS_SMOOTHING, block_bytes
 from salience.memory import Memory
 
 
@@ -33,7 +33,7 @@ def test_mean_and_variance_follow_their_formula():
     for value in (1.0, 4.0, 0.5):
         ledger.record(ids(1), rows(value), window=1)
         step = value - mean
-        mean, var = mean + SMOOTHING * step, (1 - SMOOTHING) * (var + SMOOTHING * step**2)
+        mean, var = mean + LOSS_SMOOTHING * step, (1 - LOSS_SMOOTHING) * (var + LOSS_SMOOTHING * step**2)
     assert ledger.mean_loss[1] == pytest.approx(mean)
     assert ledger.var_loss[1] == pytest.approx(var)
     assert ledger.last_loss[1] == 0.5

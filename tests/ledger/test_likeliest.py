@@ -8,7 +8,7 @@ import torch
 
 from salience.ledger.ledger import averaged_votes
 from salience.ledger.likeliest import likeliest, strongest
-from salience.ledger.statistics import FEW_CLASSES, LOGIT_ROWS, NONE, reduce_batch
+from salience.ledger.statistics import LOGIT_ROWS, MAX_CLASSES_TRANSPOSED, NO_CLASS_LOG_P, reduce_batch
 
 
 @pytest.mark.parametrize("classes", [4, 5, 10, 13, 256])
@@ -40,7 +40,7 @@ def test_fewer_classes_than_votes_leave_votes_without_probability(classes):
     _, values = reduce_batch(torch.ones(6), logits, targets)
     rows = dict(zip(LOGIT_ROWS, values, strict=True))
     for k in range(4):
-        assert bool((rows[f"log_{k}"] == NONE).all()) == (k >= classes)
+        assert bool((rows[f"log_{k}"] == NO_CLASS_LOG_P).all()) == (k >= classes)
         assert rows[f"class_{k}"].max() < classes
 
 
@@ -48,7 +48,7 @@ def test_fewer_classes_than_votes_leave_votes_without_probability(classes):
 def test_few_classes_and_many_give_the_same_statistics(classes):
     g = torch.Generator().manual_seed(0)
     logits, targets = torch.randn(64, classes, generator=g), torch.randint(0, classes, (64,), generator=g)
-    none = torch.full((64, FEW_CLASSES), -torch.inf)
+    none = torch.full((64, MAX_CLASSES_TRANSPOSED), -torch.inf)
     _, few = reduce_batch(torch.ones(64), logits, targets)
     _, many = reduce_batch(torch.ones(64), torch.cat((logits, none), 1), targets)
     at = [k for k, name in enumerate(LOGIT_ROWS) if name not in ("log_2", "log_3", "class_2", "class_3")]

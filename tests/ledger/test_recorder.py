@@ -8,10 +8,10 @@ import torch
 
 from salience.errors import Misattributed
 from salience.ledger import Ledger, Recorder
-from salience.ledger.recorder import ENTERED_TOGETHER
+from salience.ledger.recorder import SAMPLES_ENTERED_TOGETHER
 from salience.ledger.statistics import LOGIT_ROWS, finish, reduce_batch
 
-MANY = 2 * ENTERED_TOGETHER // 16 + 3
+MANY = 2 * SAMPLES_ENTERED_TOGETHER // 16 + 3
 """Batches of 16."""
 
 

@@ -15,7 +15,7 @@ from salience.select import Clock, View
 from salience.select.contradictions import calibrated, evenness, evidence, odds_of_wrong, sharpness, surest
 from salience.select.noise import (
     DOUBT_TO_ACT,
-    SLOPE,
+    MIN_CLEAN_SLOPE,
     Judgement,
     fall,
     judge,
@@ -189,7 +189,7 @@ def test_alarms_on_right_labels_are_rare_although_every_window_asks():
             (d, rng.binomial(300, 0.55 * (d / 0.72) ** 2.5) / 300, 300.0, 0.0) for d in 0.72 * 0.965 ** np.arange(20)
         ]
         falls = [fall(rows[:k]) for k in range(5, 21)]
-        alarms += any(slope + DOUBT_TO_ACT * error < SLOPE for slope, error in falls)
+        alarms += any(slope + DOUBT_TO_ACT * error < MIN_CLEAN_SLOPE for slope, error in falls)
     assert alarms <= 0.12 * runs
 
 

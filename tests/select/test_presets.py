@@ -10,7 +10,7 @@ import salience
 from salience.errors import ConfigError
 from salience.ledger import Ledger
 from salience.select import Candidates, Clock, Pipeline, View, preset
-from salience.select.coarse import coarse
+from salience.select.filters import coarse
 from salience.select.pick import RecentLosses
 from salience.select.reference import reference_of
 from salience.select.samplers import slide

@@ -15,7 +15,7 @@ from salience.ledger import Ledger
 from salience.ledger.copies import Copies, both, byte_copies, connected
 from salience.ledger.embeddings import Embeddings
 from salience.select import Clock, View
-from salience.select.neighbours import EXACT, nearest
+from salience.select.neighbours import MAX_VECTORS_FOR_ALL_PAIRS, nearest
 from salience.select.redundancy import CopySearch, by_chance, in_units_of_scatter, near_copies, pause, redundancy
 
 ONCE = {"filters": ["redundancy"], "scores": [], "sampler": "uniform", "keep": 1.0}
@@ -53,14 +53,14 @@ def test_neighbours_are_those_of_comparing_every_pair():
 
 
 def test_among_many_vectors_what_lies_much_closer_is_still_found(monkeypatch):
-    monkeypatch.setattr("salience.select.neighbours.EXACT", 100)
+    monkeypatch.setattr("salience.select.neighbours.MAX_VECTORS_FOR_ALL_PAIRS", 100)
     x, origin = clouds(6000, 2000)
     distance, where = nearest(x, 12)
     assert (origin[where[6000:, 0]] == origin[6000:]).mean() > 0.99
     assert (np.diff(distance, axis=1) >= 0).all()
     assert all(len(set(row)) == 12 for row in where.tolist())
     assert not (where == np.arange(len(x))[:, None]).any()
-    assert EXACT > 1000
+    assert MAX_VECTORS_FOR_ALL_PAIRS > 1000
 
 
 def test_fewer_vectors_than_neighbours_asked_for():

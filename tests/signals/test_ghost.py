@@ -59,7 +59,7 @@ SAME = "ignore:Using padding='same' with even kernel"  # torch's remark on one o
 @pytest.mark.parametrize(("layer", "shape"), LAYERS, ids=lambda value: str(value))
 @pytest.mark.parametrize("room", [1, 1 << 24])
 def test_norms_are_those_of_per_sample_gradients(layer, shape, room, monkeypatch):
-    monkeypatch.setattr(ghost, "ROOM", room)  # 1: each sample by itself
+    monkeypatch.setattr(ghost, "MAX_NUMBERS_HELD", room)  # 1: each sample by itself
     layer, x = filled(layer), noise(B, *shape)
     g = noise(*layer(x).shape, seed=9)
     torch.testing.assert_close(squared_norms(layer, [(x, g)]), wanted(layer, x, g))

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from salience.ledger import Ledger, Recorder
-from salience.ledger.recorder import ENTERED_TOGETHER
+from salience.ledger.recorder import SAMPLES_ENTERED_TOGETHER
 
-MANY = 2 * ENTERED_TOGETHER // 16 + 3
+MANY = 2 * SAMPLES_ENTERED_TOGETHER // 16 + 3
 """Batches of 16."""
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import salience
-from salience.batches import TagCollate, Tagging
+from salience.batches import EnvelopeCollate, EnvelopeDataset
 from salience.errors import ConfigError, PluginError
 from salience.ledger.statistics import LOGIT_ROWS, finish
 from salience.signals.scorer import Scorer, stalest
@@ -224,7 +224,9 @@ class Broken(Dataset):
 
 
 def test_an_error_in_the_process_is_told_in_its_words():
-    scorer = Scorer(net(), Tagging(Broken()), TagCollate(torch.utils.data.default_collate), n=N, batch_size=B)
+    scorer = Scorer(
+        net(), EnvelopeDataset(Broken()), EnvelopeCollate(torch.utils.data.default_collate), n=N, batch_size=B
+    )
     scorer.ask(np.arange(30), window=0)
     scorer.process.join(60)
     with pytest.raises(PluginError, match="OSError: the disk is full"):
@@ -236,8 +238,8 @@ def test_an_error_in_the_process_is_told_in_its_words():
 def test_a_new_question_is_answered_before_the_rest_of_the_old_one_and_a_stopped_process_is_given_up():
     data, model = points(), net()
     wanted = F.cross_entropy(net().eval()(data.tensors[0]), data.tensors[1], reduction="none").detach().numpy()
-    tagging, collate = Tagging(data), TagCollate(torch.utils.data.default_collate)
-    scorer = Scorer(model, tagging, collate, n=N, batch_size=10, patience=0.0)
+    envelopes, collate = EnvelopeDataset(data), EnvelopeCollate(torch.utils.data.default_collate)
+    scorer = Scorer(model, envelopes, collate, n=N, batch_size=10, patience=0.0)
     assert len(scorer.take()[0]) == 0  # nothing was asked, so nobody is slow
     for ids in (np.arange(30), np.arange(29, 9, -1)):
         scorer.ask(ids, window=5)

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import salience
 from salience import Stage, Treat
-from salience.plan import REUSED, STORED, VIEW
+from salience.plan import REUSED, STORED, VIEW_SHIFT
 
 N, BATCH = 600, 10
 
@@ -112,7 +112,7 @@ def test_views_follow_in_the_levels_of_the_plan():
     assert plan.views.max() == 2
     assert ((plan.level & 3 == STORED) == (plan.views == 0)).mean() > 0.99
     assert (plan.level[plan.views > 0] & 3 == REUSED).all()
-    assert (plan.level >> VIEW == plan.views).all()
+    assert (plan.level >> VIEW_SHIFT == plan.views).all()
 
 
 def test_workers_and_a_resume_change_no_tensor():

@@ -6,21 +6,21 @@ import numpy as np
 import pytest
 
 from salience.plan import FRESH, REUSED, STORED
-from salience.treat.levels import Shelf, choose_split, reuse_factor, shelve
+from salience.treat.levels import ReuseTable, assign_slots, choose_split, reuse_factor
 
 N, R = 600, 4
 
 
 def windows(factor, *, slots, count=24, picked=None, n=N):
-    """Levels [count, n] (255 where not planned), and the shelf after each window."""
-    shelf, rng = Shelf.empty(n), np.random.default_rng(0)
-    levels, shelves = np.full((count, n), 255, dtype=np.uint8), []
+    """Levels [count, n] (255 where not planned), and the table after each window."""
+    table, rng = ReuseTable.empty(n), np.random.default_rng(0)
+    levels, tables = np.full((count, n), 255, dtype=np.uint8), []
     for window in range(count):
         ids = rng.permutation(n) if picked is None else rng.permutation(n)[:picked]
-        level, shelf = shelve(ids, factor, shelf, slots=slots, window=window, r_max=R, rng=rng)
+        level, table = assign_slots(ids, factor, table, slots=slots, window=window, r_max=R, rng=rng)
         levels[window, ids] = level
-        shelves.append(shelf)
-    return levels, shelves
+        tables.append(table)
+    return levels, tables
 
 
 def test_the_factor_falls_with_importance_and_stays_in_its_bounds():
@@ -55,22 +55,22 @@ def test_about_as_many_are_made_again_in_every_window():
 
 
 def test_two_samples_never_share_a_slot_and_only_slots_there_are_are_used():
-    _, shelves = windows(np.full(N, R, np.uint8), slots=100, picked=300)
-    for shelf in shelves:
-        taken = shelf.slot[shelf.slot >= 0]
+    _, tables = windows(np.full(N, R, np.uint8), slots=100, picked=300)
+    for table in tables:
+        taken = table.slot[table.slot >= 0]
         assert len(np.unique(taken)) == len(taken)
         assert taken.max() < 100
 
 
 def test_what_is_reused_lies_in_the_slot_it_was_put_into_with_its_window():
-    levels, shelves = windows(np.full(N, R, np.uint8), slots=150, picked=300, count=40)
+    levels, tables = windows(np.full(N, R, np.uint8), slots=150, picked=300, count=40)
     content: dict[int, tuple[int, int]] = {}
-    for window, (level, shelf) in enumerate(zip(levels, shelves, strict=True)):
+    for window, (level, table) in enumerate(zip(levels, tables, strict=True)):
         for i in np.flatnonzero(level == REUSED):
-            assert content[shelf.slot[i]] == (i, shelf.born[i])
+            assert content[table.slot[i]] == (i, table.created[i])
         for i in np.flatnonzero(level == STORED):
-            assert shelf.born[i] == window
-            content[shelf.slot[i]] = (i, window)
+            assert table.created[i] == window
+            content[table.slot[i]] = (i, window)
 
 
 def test_where_slots_are_short_the_least_important_have_them():
@@ -83,18 +83,18 @@ def test_where_slots_are_short_the_least_important_have_them():
 def test_samples_that_are_never_planned_again_give_their_slots_up():
     rng, factor = np.random.default_rng(0), np.full(N, R, np.uint8)
     old, new = np.arange(100), np.arange(100, 200)
-    _, shelf = shelve(old, factor, Shelf.empty(N), slots=100, window=0, r_max=R, rng=rng)
-    level, shelf = shelve(new, factor, shelf, slots=100, window=1, r_max=R, rng=rng)
+    _, table = assign_slots(old, factor, ReuseTable.empty(N), slots=100, window=0, r_max=R, rng=rng)
+    level, table = assign_slots(new, factor, table, slots=100, window=1, r_max=R, rng=rng)
     assert (level == FRESH).all()
-    level, shelf = shelve(new, factor, shelf, slots=100, window=4 * R + 1, r_max=R, rng=rng)
+    level, table = assign_slots(new, factor, table, slots=100, window=4 * R + 1, r_max=R, rng=rng)
     assert (level == STORED).all()
 
 
 def test_the_shelf_given_is_not_changed():
-    shelf = Shelf.empty(N)
-    shelve(np.arange(N), np.full(N, R, np.uint8), shelf, slots=N, window=0, r_max=R, rng=np.random.default_rng(0))
-    assert (shelf.slot == -1).all()
-    assert not shelf.uses.any()
+    table = ReuseTable.empty(N)
+    assign_slots(np.arange(N), np.full(N, R, np.uint8), table, slots=N, window=0, r_max=R, rng=np.random.default_rng(0))
+    assert (table.slot == -1).all()
+    assert not table.uses.any()
 
 
 @pytest.mark.parametrize(

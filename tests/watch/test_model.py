@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from salience.watch.model import Costs, Lever, ceiling, combined, fitted, levers, more_workers, verdict
+from salience.watch.model import Costs, Lever, ceiling, combined, find_bottleneck, fitted, levers, more_workers
 
 
 def costs(**changed) -> Costs:
@@ -43,8 +43,8 @@ def test_overlapped_input_behind_compute_has_nothing_to_gain():
     hidden = costs(step=0.1, wait=0.0, input=0.02, compute=0.1)
     found = ceiling(hidden, Lever(name="x", exact=True, saves={"input": 1.0}))
     assert found.speedup == pytest.approx(1.0, abs=0.02)
-    assert verdict(hidden).kind == "compute"
-    assert "Compute-bound" in verdict(hidden).text
+    assert find_bottleneck(hidden).kind == "compute"
+    assert "Compute-bound" in find_bottleneck(hidden).text
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_overlapped_input_behind_compute_has_nothing_to_gain():
     [({"fetch": 0.3, "decode": 0.1}, "fetch"), ({"fetch": 0.01, "crop": 0.2, "decode": 0.1}, "crop")],
 )
 def test_the_sentence_names_the_stage_behind_the_wait(work, cause):
-    found = verdict(costs(wait=0.05, work=work))
+    found = find_bottleneck(costs(wait=0.05, work=work))
     assert (found.kind, found.cause) == ("input", cause)
     assert f"waits 50% of each step (utilisation 50%); {cause} causes" in found.text
 
@@ -61,21 +61,21 @@ def test_an_exact_lever_is_named_before_a_lossy_one():
     bound = costs(wait=0.05, work={"fetch": 0.3, "decode": 0.1})
     ceilings = [ceiling(bound, lever) for lever in levers(bound, cores=2)]
     assert {c.lever.name for c in ceilings} >= {"cache=", 'select="io"', 'treat="reuse"', 'select="default"'}
-    assert "Try: cache=" in verdict(bound, ceilings).text
-    assert "num_workers" not in verdict(bound, ceilings).text  # there are no more cores
+    assert "Try: cache=" in find_bottleneck(bound, ceilings).text
+    assert "num_workers" not in find_bottleneck(bound, ceilings).text  # there are no more cores
 
 
 def test_waits_for_workers_that_are_far_ahead_are_no_verdict_on_the_input():
-    found = verdict(costs(wait=0.03, compute=0.07, work={"load": 0.004}, workers=1))
+    found = find_bottleneck(costs(wait=0.03, compute=0.07, work={"load": 0.004}, workers=1))
     assert found.kind == "compute"
     assert "handing batches over" in found.text
     assert (
-        verdict(costs(wait=0.03, compute=0.07, work={"load": 0.004}, workers=0)).kind == "input"
+        find_bottleneck(costs(wait=0.03, compute=0.07, work={"load": 0.004}, workers=0)).kind == "input"
     )  # they are not beside
 
 
 def test_a_loop_that_is_slower_alone_promises_nothing():
-    assert "cost nothing: 1.00x" in verdict(costs(step=0.1, wait=0.03, compute=0.12)).text
+    assert "cost nothing: 1.00x" in find_bottleneck(costs(step=0.1, wait=0.03, compute=0.12)).text
 
 
 def test_as_many_workers_are_advised_as_keep_pace():
@@ -87,7 +87,7 @@ def test_as_many_workers_are_advised_as_keep_pace():
 
 
 def test_between_the_bands_it_says_partly_and_zeroes_are_no_trouble():
-    assert verdict(costs(wait=0.01)).kind == "mixed"
+    assert find_bottleneck(costs(wait=0.01)).kind == "mixed"
     empty = costs(step=0.0, wait=0.0, input=0.0, compute=0.0, work={}, forward=0.0, backward=0.0)
-    assert verdict(empty).kind == "compute"
+    assert find_bottleneck(empty).kind == "compute"
     assert math.isfinite(ceiling(empty, Lever(name="x", exact=True, saves={"input": 1.0})).speedup)

@@ -22,7 +22,7 @@ from salience.watch.model import Costs
 from salience.watch.probe import Enough, Session, profiling
 from salience.watch.profile import profiled
 from salience.watch.steps import Steps
-from salience.watch.usage import Sample, Usage
+from salience.watch.usage import Usage, UsageSample
 
 from conftest import make_model, train
 
@@ -118,7 +118,7 @@ def test_copying_is_a_part_of_its_own_where_the_loop_says_so():
         if copies:
             time.sleep(0.01)
             steps.copied()
-        steps.lost(torch.device("cpu"))
+        steps.on_loss(torch.device("cpu"))
     steps.ask()
     told, silent = steps.steps
     assert told.copy >= 0.01
@@ -190,7 +190,7 @@ def test_wrong_arguments_of_profile(capsys):
 def test_a_gpu_that_is_hardly_busy_does_not_hold_the_loop_back():
     costs = Costs(step=0.01, wait=0.0001, input=0.001, compute=0.0099, work={"load": 0.001}, workers=2, steps=50)
     for busy, said in ((0.2, True), (0.9, False)):
-        usage = [Sample(seconds=float(k), cpu=0.1, memory=0.1, disk=0, network=0, gpu=(busy,)) for k in range(6)]
+        usage = [UsageSample(seconds=float(k), cpu=0.1, memory=0.1, disk=0, network=0, gpu=(busy,)) for k in range(6)]
         made = profiled(costs, cores=2, losses=True, usage=usage)
         assert made.bound == "compute"
         assert any("busy only 20% of the time" in note for note in made.notes) == said

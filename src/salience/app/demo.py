@@ -29,7 +29,7 @@ PEAK = 0.1
 
 
 @dataclass(slots=True)
-class Arm:
+class DemoArm:
     """One way of training, and what it cost."""
 
     name: str
@@ -67,7 +67,7 @@ def main(*, samples: int = 0, epochs: int = 0, seed: int = 0, quick: bool = Fals
     return 0
 
 
-def make_arms(train: Glyphs, epochs: int, seed: int) -> list[Arm]:
+def make_arms(train: Glyphs, epochs: int, seed: int) -> list[DemoArm]:
     data = TensorDataset(torch.from_numpy(train.images), torch.from_numpy(train.labels))
     ours = Loader(data, BATCH, epochs=epochs, select="default", seed=seed)
 
@@ -78,8 +78,10 @@ def make_arms(train: Glyphs, epochs: int, seed: int) -> list[Arm]:
         return epochs * len(data)
 
     plain = {"all data": full, "shorter": spent}
-    arms = [Arm(name, Loader(data, BATCH, seed=seed), _model(train, seed), budget) for name, budget in plain.items()]
-    return [*arms, Arm("salience", ours, _model(train, seed), spent)]
+    arms = [
+        DemoArm(name, Loader(data, BATCH, seed=seed), _model(train, seed), budget) for name, budget in plain.items()
+    ]
+    return [*arms, DemoArm("salience", ours, _model(train, seed), spent)]
 
 
 def _model(train: Glyphs, seed: int) -> nn.Module:
@@ -89,7 +91,7 @@ def _model(train: Glyphs, seed: int) -> nn.Module:
         return build("cnn", int(train.labels.max()) + 1, channels=1, size=train.images.shape[1])
 
 
-def take_turns(arms: list[Arm], test: Glyphs, shown: Bars) -> None:
+def take_turns(arms: list[DemoArm], test: Glyphs, shown: Bars) -> None:
     """Give an epoch to the arm that has come least far, until all are done."""
     turns = {arm.name: train_arm(arm, test) for arm in arms}
     while waiting := [arm for arm in arms if arm.name in turns]:
@@ -103,7 +105,7 @@ def take_turns(arms: list[Arm], test: Glyphs, shown: Bars) -> None:
         shown.update(arm.name, arm.visits, arm.budget(), note)
 
 
-def train_arm(arm: Arm, test: Glyphs) -> Generator[Arm]:
+def train_arm(arm: DemoArm, test: Glyphs) -> Generator[DemoArm]:
     """Train until the budget is spent, handing over after every epoch; the schedule runs over the budget."""
     optimizer = torch.optim.SGD(arm.model.parameters(), lr=PEAK, momentum=0.9, nesterov=True, weight_decay=5e-4)
     while (left := arm.budget() - arm.visits) > 0:
@@ -143,7 +145,7 @@ def to_input(x: Tensor) -> Tensor:
     return x.unsqueeze(1).float() / 127.5 - 1
 
 
-def show(arms: list[Arm], train: Glyphs, seconds: float) -> None:
+def show(arms: list[DemoArm], train: Glyphs, seconds: float) -> None:
     rows = [
         (
             arm.name,
@@ -164,7 +166,7 @@ def show(arms: list[Arm], train: Glyphs, seconds: float) -> None:
     )
 
 
-def verdict(full: Arm, shorter: Arm, ours: Arm) -> str:
+def verdict(full: DemoArm, shorter: DemoArm, ours: DemoArm) -> str:
     """One sentence, honest if salience lost."""
     saved = 1 - ours.visits / full.visits
     against_full = 100 * (ours.accuracy - full.accuracy)
@@ -177,7 +179,7 @@ def verdict(full: Arm, shorter: Arm, ours: Arm) -> str:
     )
 
 
-def _observed(arm: Arm, train: Glyphs) -> str:
+def _observed(arm: DemoArm, train: Glyphs) -> str:
     """What observing alone found out, against the truth the demo knows."""
     ledger = arm.loader.ledger
     worst = (-ledger.mean_loss).argsort()[: int(train.wrong.sum())]

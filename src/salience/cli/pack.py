@@ -53,12 +53,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _pack(args: argparse.Namespace, size: int) -> int:
-    from salience.feed.pack import Settings, pack
+    from salience.feed.pack import PackSettings, pack
     from salience.report.console import say
 
     folder, out = args.words
     with _shown("pack", "give the same command again to go on: whole shards are kept") as progress:
-        index = pack(folder, out, Settings(shard_size=size, seed=args.shuffle_seed), jobs=args.jobs, progress=progress)
+        index = pack(
+            folder, out, PackSettings(shard_size=size, seed=args.shuffle_seed), jobs=args.jobs, progress=progress
+        )
     say(f"{_what(index)} in {out}.")
     return 0
 

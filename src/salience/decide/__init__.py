@@ -7,7 +7,7 @@ One settings value a window, one question at each window's edge; the loader appl
 
 from salience.decide.auto import Auto
 from salience.decide.controller import Controller, Decision
-from salience.decide.levers import Reach
+from salience.decide.levers import AvailableLevers
 from salience.decide.settings import Settings
 
-__all__ = ["Auto", "Controller", "Decision", "Reach", "Settings"]
+__all__ = ["Auto", "AvailableLevers", "Controller", "Decision", "Settings"]

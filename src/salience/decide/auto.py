@@ -8,16 +8,16 @@ from typing import Any
 
 from salience.decide.bandit import Bandit
 from salience.decide.controller import Controller, Decision, Replay
-from salience.decide.levers import Reach
-from salience.decide.seen import LEAST, Seen, look
+from salience.decide.levers import AvailableLevers
 from salience.decide.settings import Settings, recorded
+from salience.decide.timing import MIN_STEPS, WindowTiming, measure_window
 from salience.errors import ConfigError
 from salience.select.steering import Paths, read_histories
-from salience.watch.probe import WARM, Probe
+from salience.watch.probe import WARMUP_STEPS, Probe
 from salience.watch.steps import Step, Steps
 
 POLICIES = ("heuristic", "bandit")
-TIMED = 8
+MAX_TIMED_BATCHES = 8
 """Batches of a probe whose time is taken, at most."""
 
 
@@ -70,11 +70,11 @@ class Auto:
         self._lead, self._planned = planned - self._planned, planned
         self._restarts, self._whole, self._probe = restarts, False, None
         controller, depth = self.controller, max(2, ahead + 1)
-        timed = min(TIMED, controller.allowance - depth)
-        room = batches - depth - timed - ahead - WARM - LEAST
+        timed = min(MAX_TIMED_BATCHES, controller.allowance - depth)
+        room = batches - depth - timed - ahead - WARMUP_STEPS - MIN_STEPS
         alone = controller.settings.workers or controller.settings.cache  # else waiting is the loader alone
         if controller.probing and not controller.fills and alone and timed >= 2 and room >= 0:
-            self._probe = Probe(depth=depth, timed=timed, first=self._mark + WARM + room // 2, times=1)
+            self._probe = Probe(depth=depth, timed=timed, first=self._mark + WARMUP_STEPS + room // 2, times=1)
         return self._probe
 
     def close(self, steps: Steps) -> None:
@@ -82,15 +82,15 @@ class Auto:
         self._whole = True
         self.controller.held += sum(step.held for step in self._steps(steps))
 
-    def edge(self, window: int, steps: Steps, reach: Reach) -> list[Decision]:
+    def edge(self, window: int, steps: Steps, available: AvailableLevers) -> list[Decision]:
         """Between two windows: what the controller makes of the last one."""
-        return self.controller.edge(window, self._seen(steps), reach)
+        return self.controller.edge(window, self._timing(steps), available)
 
-    def _seen(self, steps: Steps) -> Seen | None:
+    def _timing(self, steps: Steps) -> WindowTiming | None:
         whole, self._whole = self._whole, False
         if not whole:
             return None
-        return look(
+        return measure_window(
             self._steps(steps), batches=self._batches, lead=self._lead, ahead=self._ahead, first=self._first,
             inputs=() if self._probe is None else self._probe.inputs, workers=self.controller.settings.workers,
             restarts=self._restarts, fills=self.controller.fills,

@@ -18,21 +18,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from salience.decide.controller import Controller, Decision
-from salience.decide.levers import Option, Reach, options
-from salience.decide.seen import Seen
+from salience.decide.levers import AvailableLevers, Option, options
 from salience.decide.settings import Settings
-from salience.decide.trial import KEPT
+from salience.decide.timing import WindowTiming
+from salience.decide.trial import MIN_SPEEDUP_TO_KEEP
 from salience.select.steering import History
-from salience.watch.model import WORTH, Costs, Lever, ceiling, verdict
+from salience.watch.model import MIN_SPEEDUP_TO_TRY, Costs, Lever, ceiling, find_bottleneck
 
-EXPLORES = 0.1
+EXPLORED_SHARE = 0.1
 """Share of the run's windows that may go to settings which are not expected to be the best."""
 SPREAD, DOUBT, NOISE = 0.05, 0.3, 0.06
 TRUST, TRUST_SD = 0.8, 0.3
 """k before anything is known, and its standard deviation: predictions are what a lever gains at most."""
 PREDICTION_SD = 0.1
 """Standard deviation of a gain around k log(predicted)."""
-COMPARED = 3
+MIN_PLAIN_WINDOWS = 3
 """Windows without any lever, where the best one gains so little that it may be nothing."""
 
 
@@ -126,38 +126,40 @@ class Bandit(Controller):
         self._cache = (0, 1.0)
         """What a cache could have, and the share of the source that fits."""
 
-    def edge(self, window: int, seen: Seen | None, reach: Reach) -> list[Decision]:
+    def edge(self, window: int, timing: WindowTiming | None, available: AvailableLevers) -> list[Decision]:
         said = self._guard(window)
         if any(decision.action == "undo" for decision in said):  # straight to the best of what is left
             self._filling, self.probing = False, self.costs is None
             return said + self._choose_arm(window)
-        if seen is None:
+        if timing is None:
             if window:
                 self._filling = self.fills = False
             return said
-        if self.fills and seen.costs is not None:
-            self.fills, self.verdict = False, verdict(seen.costs)
+        if self.fills and timing.costs is not None:
+            self.fills, self.verdict = False, find_bottleneck(timing.costs)
             lever, why = (
                 f"cache={self.settings.cache}",
                 "on from the first window, which filled it; part of every setting",
             )
             said.append(Decision(window=window, lever=lever, action="try", reason=why))
-        elif self.probing and seen.costs is not None and self.settings == self._base and not self._filling:
-            self.probing, self.costs = False, seen.costs
-            self.verdict = verdict(seen.costs)
-        self._observe(seen, reach.keep[window - 1] if self.settings.select and len(reach.keep) >= window else 1.0)
+        elif self.probing and timing.costs is not None and self.settings == self._base and not self._filling:
+            self.probing, self.costs = False, timing.costs
+            self.verdict = find_bottleneck(timing.costs)
+        self._observe(
+            timing, available.keep[window - 1] if self.settings.select and len(available.keep) >= window else 1.0
+        )
         if self.costs is None:
             return said
-        if reach.cache:
-            self._cache = reach.cache, reach.share
-        reach = replace(reach, cache=self._cache[0], share=self._cache[1])  # also where the cache is on
-        return said + self._reachable(window, reach, self.costs) + self._choose_arm(window)
+        if available.cache:
+            self._cache = available.cache, available.share
+        available = replace(available, cache=self._cache[0], share=self._cache[1])  # also where the cache is on
+        return said + self._reachable(window, available, self.costs) + self._choose_arm(window)
 
-    def _reachable(self, window: int, reach: Reach, costs: Costs) -> list[Decision]:
+    def _reachable(self, window: int, available: AvailableLevers, costs: Costs) -> list[Decision]:
         """The arms of this window: a selection's depend on how much of its curve is left."""
         single: list[Option] = []
-        refused = [self._skip(window, name, None, why) for name, why in reach.refused.items()]
-        for option in options(costs, self._base, reach, window):
+        refused = [self._skip(window, name, None, why) for name, why in available.refused.items()]
+        for option in options(costs, self._base, available, window):
             why = ""
             if not option.exact and not self._lossy:
                 why = 'it changes training and there is no baseline to compare with; pass baseline=, or auto="lossy"'
@@ -166,27 +168,27 @@ class Bandit(Controller):
             else:
                 single.append(option)
         known = {arm.settings: arm for arm in self._arms}
-        keep = reach.keep[window:]
+        keep = available.keep[window:]
         for arm in arms_of(costs, single, self._base):
             old = known.get(arm.settings)
-            if old is None and arm.predicted >= WORTH:
+            if old is None and arm.predicted >= MIN_SPEEDUP_TO_TRY:
                 known[arm.settings] = old = arm
             if old is not None:
                 old.predicted, old.left = arm.predicted, sum(keep) / len(keep) if arm.settings.select and keep else 1.0
         self._arms = list(known.values())
         return [decision for decision in refused if decision is not None]
 
-    def _observe(self, seen: Seen, share: float) -> None:
+    def _observe(self, timing: WindowTiming, share: float) -> None:
         """Count the window that is over, which visited a share of the samples, unless it filled something."""
         filling, self._filling = self._filling, False
         if filling:
             return
         if self.settings == self._base:
-            self._plain.append(math.log(seen.seconds))
+            self._plain.append(math.log(timing.seconds))
             return
         arm = self._arm(self.settings)
         if arm is not None and self._plain:
-            arm.logs.append(math.log(seen.seconds / share))
+            arm.logs.append(math.log(timing.seconds / share))
 
     def _arm(self, settings: Settings) -> Arm | None:
         return next((arm for arm in self._arms if arm.settings == settings), None)
@@ -214,14 +216,14 @@ class Bandit(Controller):
         may = [arm for arm in self._arms if not self._banned & {arm.name, *arm.name.split(" + ")}]
         beliefs = {arm.name: self.belief(arm) for arm in may}
         best = max(may, key=lambda arm: beliefs[arm.name].mean, default=None)
-        if best is None or beliefs[best.name].mean <= math.log(KEPT):
-            return self._go(window, None, f"nothing is expected to gain {KEPT}x", {})
+        if best is None or beliefs[best.name].mean <= math.log(MIN_SPEEDUP_TO_KEEP):
+            return self._go(window, None, f"nothing is expected to gain {MIN_SPEEDUP_TO_KEEP}x", {})
         found = beliefs[best.name]
-        if best.logs and found.mean - found.sd < math.log(KEPT) and len(self._plain) < COMPARED:
+        if best.logs and found.mean - found.sd < math.log(MIN_SPEEDUP_TO_KEEP) and len(self._plain) < MIN_PLAIN_WINDOWS:
             return self._go(window, None, "it gains little, if anything: a window without it to compare", {})
         hoped = max(may, key=lambda arm: beliefs[arm.name].mean + left * beliefs[arm.name].sd)
         chosen, why = best, "the highest expected gain"
-        if hoped is not best and beliefs[hoped.name].mean > 0 and self._explored + 1 <= EXPLORES * self._windows:
+        if hoped is not best and beliefs[hoped.name].mean > 0 and self._explored + 1 <= EXPLORED_SHARE * self._windows:
             chosen, why = hoped, f"it may gain more than {best.name}; exploring"
             self._explored += 1
         return self._go(window, chosen, why, beliefs)

@@ -2,7 +2,7 @@
 
 measure -> try the best lever -> keep: measure again
    ^                          -> undo: try the next
-   +-- the step time drifts by more than DRIFT
+   +-- the step time drifts by more than STEP_DRIFT
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from salience.decide.levers import Option, Reach, options
-from salience.decide.seen import Seen
+from salience.decide.levers import AvailableLevers, Option, options
 from salience.decide.settings import Settings
+from salience.decide.timing import WindowTiming
 from salience.decide.trial import Gain, Trial, windows_needed
 from salience.errors import StateError
 from salience.select.steering import History, band
-from salience.watch.model import WORTH, Costs, Lever, Verdict, ceiling, verdict
+from salience.watch.model import MIN_SPEEDUP_TO_TRY, Bottleneck, Costs, Lever, ceiling, find_bottleneck
 
-DRIFT = 1.15
-TRIALS = 0.3
+STEP_DRIFT = 1.15
+TRIAL_SHARE = 0.3
 """Share of the run's windows that trials which ended with undoing may take."""
-HELD = 0.01
+HELD_SHARE = 0.01
 """Share of the run's batches that probes may hold back."""
-LOSSY = {"treat": 'treat="reuse"', "select": 'select="default"'}
+LOSSY_LEVERS = {"treat": 'treat="reuse"', "select": 'select="default"'}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,7 @@ class Controller:
         """Whether the next window is to be measured with a probe."""
         self.held = 0
         """Batches that probes held back so far."""
-        self.verdict: Verdict | None = None
+        self.verdict: Bottleneck | None = None
         """Of the last window that was measured."""
         self._windows, self._batches = windows, batches
         self._lossy, self._histories = lossy or bool(histories), histories
@@ -89,36 +89,36 @@ class Controller:
     @property
     def allowance(self) -> int:
         """Batches that may still be held back."""
-        return int(HELD * self._batches) - self.held
+        return int(HELD_SHARE * self._batches) - self.held
 
     def hear(self, metric: float, progress: float) -> None:
         """A validation result; it counts where a lossy lever was on."""
         if self.settings.lossy:
             self._heard = metric, progress
 
-    def edge(self, window: int, seen: Seen | None, reach: Reach) -> list[Decision]:
-        """`window` begins; `seen` is the one before it, None where it was not whole or too short."""
+    def edge(self, window: int, timing: WindowTiming | None, available: AvailableLevers) -> list[Decision]:
+        """`window` begins; `timing` is the one before it, None where it was not whole or too short."""
         said = self._guard(window)
         if any(decision.action == "undo" for decision in said):  # this window says nothing of what comes
             return said
-        if seen is None:
+        if timing is None:
             self.fills = self.fills and not window  # later ones find much in the cache: then it stays, unjudged
             return said + self._blind(window)
         if self._trial is not None:
-            return said + self._judge(window, seen, self._trial)
+            return said + self._judge(window, timing, self._trial)
         if self.probing:
-            if seen.costs is None:
+            if timing.costs is None:
                 return said
-            self.probing, self.costs, self._step = False, seen.costs, seen.step
-            self.verdict = verdict(seen.costs)
+            self.probing, self.costs, self._step = False, timing.costs, timing.step
+            self.verdict = find_bottleneck(timing.costs)
             if self.fills:
-                return [*said, self._adopt(window, seen, seen.costs, reach.share)]
-        elif self._step is not None and abs(math.log(seen.step / self._step)) > math.log(DRIFT):
+                return [*said, self._adopt(window, timing, timing.costs, available.share)]
+        elif self._step is not None and abs(math.log(timing.step / self._step)) > math.log(STEP_DRIFT):
             self.probing = True
             return said
-        return said + self._choose(window, seen, reach)
+        return said + self._choose(window, timing, available)
 
-    def _adopt(self, window: int, seen: Seen, costs: Costs, share: float) -> Decision:
+    def _adopt(self, window: int, timing: WindowTiming, costs: Costs, share: float) -> Decision:
         """The cache was on from the start: its trial is the window that comes, against the one that filled it."""
         self.fills = False
         lever = Lever(name=f"cache={self.settings.cache}", exact=True, saves={"fetch": share})
@@ -127,16 +127,16 @@ class Controller:
             predicted=min(ceiling(costs, lever).speedup, 99.0), saves=dict(lever.saves),
         )  # fmt: skip
         base = replace(self.settings, cache=0)
-        self._trial = Trial(option=option, base=base, off=(seen.seconds,), filled=True, whole=True, windows=1)
+        self._trial = Trial(option=option, base=base, off=(timing.seconds,), filled=True, whole=True, windows=1)
         reason = "on from the first window, which filled it"
         return Decision(window=window, lever=lever.name, action="try", predicted=option.predicted, reason=reason)
 
-    def _choose(self, window: int, seen: Seen, reach: Reach) -> list[Decision]:
+    def _choose(self, window: int, timing: WindowTiming, available: AvailableLevers) -> list[Decision]:
         """The best lever goes on; levers that are not worth it are named once."""
         assert self.costs is not None
-        said = [self._skip(window, name, None, why) for name, why in reach.refused.items()]
+        said = [self._skip(window, name, None, why) for name, why in available.refused.items()]
         worth: list[Option] = []
-        for option in options(self.costs, self.settings, reach, window):
+        for option in options(self.costs, self.settings, available, window):
             why = self._against(option, window)
             if why:
                 said.append(self._skip(window, option.name, option.predicted, why))
@@ -146,7 +146,7 @@ class Controller:
         decisions = [decision for decision in said if decision is not None]
         if best is None:
             return decisions
-        self._trial = Trial.of(best, self.settings, seen)
+        self._trial = Trial.of(best, self.settings, timing)
         self.settings = best.settings
         reason = "the best exact lever" if best.exact else "the best lever left; quality unproven"
         return [
@@ -159,23 +159,21 @@ class Controller:
         needed = windows_needed(option)
         if option.name in self._banned:
             return "it was undone for good"
-        if option.predicted < WORTH:
-            return f"it could gain less than {WORTH}x"
+        if option.predicted < MIN_SPEEDUP_TO_TRY:
+            return f"it could gain less than {MIN_SPEEDUP_TO_TRY}x"
         if not option.exact and not self._lossy:
             return 'it changes training and there is no baseline to compare with; pass baseline=, or auto="lossy"'
         if self._undone.get(option.name) == self._cause:
             return "it was undone, and what holds the run back is still the same"
-        if self._spent + needed > TRIALS * self._windows:
-            return (
-                f"its trial takes {needed} windows, more than are left of the {TRIALS:.0%} of all that trials may take"
-            )
+        if self._spent + needed > TRIAL_SHARE * self._windows:
+            return f"its trial takes {needed} windows, more than are left of the {TRIAL_SHARE:.0%} of all that trials may take"
         if window + 2 * needed > self._windows:
             return "too few windows are left for a trial to pay"
         return ""
 
-    def _judge(self, window: int, seen: Seen, trial: Trial) -> list[Decision]:
+    def _judge(self, window: int, timing: WindowTiming, trial: Trial) -> list[Decision]:
         """Count the window, and keep or undo the lever where that can be said."""
-        self._trial = trial = trial.after(seen, self.settings)
+        self._trial = trial = trial.after(timing, self.settings)
         self.settings, found = trial.next, trial.verdict
         if found is None:
             return []
@@ -205,7 +203,7 @@ class Controller:
     def _guard(self, window: int) -> list[Decision]:
         """Undo lossy levers when the metric is under the baseline's band at equal progress."""
         heard, self._heard = self._heard, None
-        on = [name for field, name in LOSSY.items() if getattr(self.settings, field)]
+        on = [name for field, name in LOSSY_LEVERS.items() if getattr(self.settings, field)]
         found = None if heard is None else band(self._histories, heard[1])
         if heard is None or found is None or not on:
             return []
@@ -259,7 +257,7 @@ class Controller:
             raise StateError("The state was saved with another policy; resume with the same policy=.")
         self.settings, self.fills = Settings(**state["settings"]), bool(state.get("fills"))
         self.probing, self.held, self._spent = bool(state["probing"]), int(state["held"]), int(state["spent"])
-        self.verdict = None if state["verdict"] is None else Verdict(**state["verdict"])
+        self.verdict = None if state["verdict"] is None else Bottleneck(**state["verdict"])
         self.costs = None if state["costs"] is None else Costs(**state["costs"])
         self._step = state["step"]
         self._trial = None if state["trial"] is None else _trial(state["trial"])
@@ -281,7 +279,7 @@ class Replay(Controller):
         self._recorded = dict(recorded)
         self.probing = False
 
-    def edge(self, window: int, seen: Seen | None, reach: Reach) -> list[Decision]:
+    def edge(self, window: int, timing: WindowTiming | None, available: AvailableLevers) -> list[Decision]:
         first = max((w for w in self._recorded if w <= window), default=None)
         self.settings = self.settings if first is None else self._recorded[first]
         return []

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from salience.decide.settings import Settings
 from salience.watch.model import Costs, Lever, ceiling, more_workers
 
-REUSED = 0.75
+REUSED_SHARE = 0.75
 """Share of the visits that take up an intermediate, at most: one is made for four visits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reach:
+class AvailableLevers:
     """What can be switched in this run."""
 
     cores: int = 1
@@ -48,7 +48,7 @@ class Option:
     """Stage -> share of its cost that goes, at most."""
 
 
-def options(costs: Costs, now: Settings, reach: Reach, window: int) -> list[Option]:
+def options(costs: Costs, now: Settings, available: AvailableLevers, window: int) -> list[Option]:
     """Everything that is off and could be on from `window` on."""
     found: list[Option] = []
 
@@ -61,15 +61,15 @@ def options(costs: Costs, now: Settings, reach: Reach, window: int) -> list[Opti
             )
         )  # fmt: skip
 
-    if (lever := more_workers(costs, reach.cores)) is not None:
+    if (lever := more_workers(costs, available.cores)) is not None:
         add(lever, replace(now, workers=int(lever.name.partition("=")[2])))
-    if reach.cache and not now.cache:
-        lever = Lever(name=f"cache={reach.cache}", exact=True, saves={"fetch": reach.share})
-        add(lever, replace(now, cache=reach.cache), remembers=True)
-    if reach.reusable and not now.treat:
-        lever = Lever(name='treat="reuse"', exact=False, saves=dict.fromkeys(reach.reusable, REUSED))
+    if available.cache and not now.cache:
+        lever = Lever(name=f"cache={available.cache}", exact=True, saves={"fetch": available.share})
+        add(lever, replace(now, cache=available.cache), remembers=True)
+    if available.reusable and not now.treat:
+        lever = Lever(name='treat="reuse"', exact=False, saves=dict.fromkeys(available.reusable, REUSED_SHARE))
         add(lever, replace(now, treat=True), remembers=True)
-    left = reach.keep[window:]
+    left = available.keep[window:]
     if left and left[0] < 1 and not now.select:  # and not before the curve takes anything away
         saved = 1 - sum(left) / len(left)
         lever = Lever(name='select="default"', exact=False, saves={"input": saved, "compute": saved})

@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from salience.decide.levers import Option
-from salience.decide.seen import Seen
 from salience.decide.settings import Settings
+from salience.decide.timing import WindowTiming
 from salience.stats import paired_interval
 
-KEPT = 1.02
+MIN_SPEEDUP_TO_KEEP = 1.02
 """A lever stays on if the lower bound of its speed-up is above this."""
-WORSE = 1 / 1.1
+MIN_FIRST_SPEEDUP = 1 / 1.1
 """A speed-up of the first pair under this ends the trial at once."""
-PAIRS = 4
+MAX_PAIRS = 4
 """After so many the trial ends, whatever it says."""
 
 
@@ -63,20 +63,20 @@ class Trial:
     """and those of them that could not be measured."""
 
     @classmethod
-    def of(cls, option: Option, base: Settings, seen: Seen) -> Trial:
+    def of(cls, option: Option, base: Settings, timing: WindowTiming) -> Trial:
         """Begins behind a window that was measured without the lever."""
-        return cls(option=option, base=base, off=seen.blocks if option.remembers else (seen.seconds,))
+        return cls(option=option, base=base, off=timing.blocks if option.remembers else (timing.seconds,))
 
-    def after(self, seen: Seen, settings: Settings) -> Trial:
+    def after(self, timing: WindowTiming, settings: Settings) -> Trial:
         """With the window that was just measured, under `settings`."""
         trial = replace(self, windows=self.windows + 1)
         if settings != self.option.settings:
-            return replace(trial, off=(*self.off, seen.seconds))
+            return replace(trial, off=(*self.off, timing.seconds))
         if not self.option.remembers:
-            return replace(trial, on=(*self.on, seen.seconds))
+            return replace(trial, on=(*self.on, timing.seconds))
         if self.whole:
-            return replace(trial, on=(seen.seconds,))
-        return replace(trial, on=seen.blocks) if self.filled else replace(trial, filled=True)
+            return replace(trial, on=(timing.seconds,))
+        return replace(trial, on=timing.blocks) if self.filled else replace(trial, filled=True)
 
     @property
     def next(self) -> Settings:
@@ -97,18 +97,23 @@ class Trial:
             return None
         if self.whole:
             weaker = "one window against the one that filled it: weak evidence"
-            return found.speedup > KEPT, f"it is {'' if found.speedup > KEPT else 'not '}above {KEPT}; {weaker}"
+            faster = found.speedup > MIN_SPEEDUP_TO_KEEP
+            return faster, f"it is {'' if faster else 'not '}above {MIN_SPEEDUP_TO_KEEP}; {weaker}"
         if self.option.remembers:
             weaker = "window over window after one of filling: weaker evidence"
-            if found.low > KEPT:
-                return True, f"the lower bound is above {KEPT}; {weaker}"
-            return False, f"the lower bound is not above {KEPT}; {weaker}"
+            if found.low > MIN_SPEEDUP_TO_KEEP:
+                return True, f"the lower bound is above {MIN_SPEEDUP_TO_KEEP}; {weaker}"
+            return False, f"the lower bound is not above {MIN_SPEEDUP_TO_KEEP}; {weaker}"
         if pairs == 1:
-            return (False, "its first window was slower by more than a tenth") if found.speedup < WORSE else None
-        if found.low > KEPT:
-            return True, f"the lower bound of {pairs} pairs of windows is above {KEPT}"
-        if found.speedup <= KEPT or pairs >= PAIRS:
-            return False, f"the lower bound of {pairs} pairs of windows is not above {KEPT}"
+            return (
+                (False, "its first window was slower by more than a tenth")
+                if found.speedup < MIN_FIRST_SPEEDUP
+                else None
+            )
+        if found.low > MIN_SPEEDUP_TO_KEEP:
+            return True, f"the lower bound of {pairs} pairs of windows is above {MIN_SPEEDUP_TO_KEEP}"
+        if found.speedup <= MIN_SPEEDUP_TO_KEEP or pairs >= MAX_PAIRS:
+            return False, f"the lower bound of {pairs} pairs of windows is not above {MIN_SPEEDUP_TO_KEEP}"
         return None
 
 

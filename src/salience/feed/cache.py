@@ -16,7 +16,7 @@ from salience.feed.options import checked_budget
 from salience.feed.policy import Ids, OpenPolicy
 from salience.feed.process import Job, Process
 from salience.feed.reads import Broken, Counts
-from salience.feed.schedule import Limits, Window, in_order
+from salience.feed.schedule import FeedWindow, Limits, in_order
 from salience.feed.shared import BROKEN, SERIAL, WHOLE, Shared, shared_bytes
 from salience.feed.simulate import rival_bytes
 from salience.feed.sizes import size
@@ -82,17 +82,17 @@ class Feed:
         views: bool = False,
         batch_size: int,
         workers: int,
-        group: Ranks | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.source, self.budget = source, checked_budget(cache, source.sizes)
-        self._group = group
-        ranks = [0] if group is None else group.node_ranks
         self._ranks = ranks
-        self._world = 1 if group is None else group.world
-        self._rank = 0 if group is None else ranks.index(group.rank)
-        limits, capacity = _limits(source, self.budget, batch_size, workers, len(ranks))
+        node_ranks = [0] if ranks is None else ranks.node_ranks
+        self._node_ranks = node_ranks
+        self._world = 1 if ranks is None else ranks.world
+        self._rank = 0 if ranks is None else node_ranks.index(ranks.rank)
+        limits, capacity = _limits(source, self.budget, batch_size, workers, len(node_ranks))
         _check_tiers(disk, redis, source)
-        self.shared = _shared(group, len(source), len(ranks), capacity)
+        self.shared = _shared(ranks, len(source), len(node_ranks), capacity)
         self._job = Job(
             shared=self.shared, source=source, policy=policy, budget=self.budget, limits=limits, workers=workers,
             disk=disk, redis=redis,
@@ -125,13 +125,13 @@ class Feed:
         self.shared.first[self._rank] = first
         self.shared.done[self._rank] = first
         self._done = set()
-        self._end = first + len(plan.shard(self._ranks[self._rank], self._world)) - len(delivered)
+        self._end = first + len(plan.shard(self._node_ranks[self._rank], self._world)) - len(delivered)
         skip = (
-            [delivered] if self._group is None else [set(part) for part in self._group.node_gather(sorted(delivered))]
+            [delivered] if self._ranks is None else [set(part) for part in self._ranks.node_gather(sorted(delivered))]
         )
-        if self._group is not None:
-            self._group.barrier()  # everybody has read what is resident before it changes
-            if not self._group.leads_node:
+        if self._ranks is not None:
+            self._ranks.barrier()  # everybody has read what is resident before it changes
+            if not self._ranks.leads_node:
                 return
         if self._process is None or not self._process.alive:
             if self._process is not None:
@@ -141,11 +141,11 @@ class Feed:
             resident = self.resident
             self._process = Process(self._job)
         self._process.send(
-            Window(
+            FeedWindow(
                 batches=self._batches(plan, unread),
                 skip=skip,
                 serial=self._serial,
-                first=[first] * len(self._ranks),
+                first=[first] * len(self._node_ranks),
                 importance=self._importance(plan),
                 resident=resident,
             )
@@ -210,7 +210,7 @@ class Feed:
 
     def _batches(self, plan: Plan, unread: npt.NDArray[np.bool_] | None) -> list[list[Ids]]:
         """Per rank of the node, the samples of its batches whose bytes are wanted."""
-        shards = [plan.shard(rank, self._world) for rank in self._ranks]
+        shards = [plan.shard(rank, self._world) for rank in self._node_ranks]
         return [[_read(shard, k, unread) for k in range(len(shard))] for shard in shards]
 
     def take_counts(self) -> Counts:
@@ -264,12 +264,12 @@ def _limits(source: Source, budget: int, batch_size: int, workers: int, ranks: i
     return Limits(least=least, most=most, along=along), min(total, 2 * whole)
 
 
-def _shared(group: Ranks | None, n: int, ranks: int, capacity: int) -> Shared:
+def _shared(ranks: Ranks | None, n: int, on_node: int, capacity: int) -> Shared:
     """The shared memory, made by the first rank of the node and opened by the others."""
-    if group is None:
-        return Shared(n, ranks, capacity)
-    shared = Shared(n, ranks, capacity, node_memory(group, shared_bytes(n, ranks, capacity)))
-    group.barrier()
+    if ranks is None:
+        return Shared(n, on_node, capacity)
+    shared = Shared(n, on_node, capacity, node_memory(ranks, shared_bytes(n, on_node, capacity)))
+    ranks.barrier()
     return shared
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from salience.errors import ConfigError
 from salience.feed.sizes import parse_bytes
-from salience.feed.tiers import SEAL_BYTES, Tally, TierCounts, Warn, fits, seal
+from salience.feed.tiers import SEAL_BYTES, TierCounts, TierTally, Warn, fits, seal
 from salience.files import atomic
 
 Bytes = TypeVar("Bytes", int, npt.NDArray[np.int64])
@@ -69,7 +69,7 @@ class DiskTier:
     def __init__(self, folder: str, limit: int | None, sizes: npt.NDArray[np.int64], warn: Warn) -> None:
         self.folder, self.limit = folder, limit
         self._sizes, self._warn = sizes, warn
-        self._tally, self._lock = Tally(), threading.Lock()
+        self._tally, self._lock = TierTally(), threading.Lock()
         self._reads = self._writes = True
         self._used = 0
         """Bytes used by all runs, as of the last count."""

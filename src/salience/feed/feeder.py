@@ -23,12 +23,12 @@ from salience.feed.arena import Arena
 from salience.feed.fetcher import LAST_WRITES, Fetcher
 from salience.feed.policy import Policy
 from salience.feed.reads import Broken, Reader
-from salience.feed.schedule import Limits, Schedule, Window, horizon
+from salience.feed.schedule import FeedWindow, Limits, Schedule, horizon
 from salience.feed.shared import COUNTERS, Shared
 from salience.feed.tiers import Tier
 from salience.memory import fence
 
-__all__ = ["LAST_WRITES", "Feeder", "Limits", "Window"]
+__all__ = ["LAST_WRITES", "FeedWindow", "Feeder", "Limits"]
 
 POLL_SECONDS, IDLE_SECONDS = 0.002, 0.5
 """Time between two looks at what the ranks are done with, and where there is nothing to do."""
@@ -61,7 +61,7 @@ class Feeder:
         self._before[[COUNTERS.index(name) for name in GAUGES]] = 0
         self._loop = reader.loop
         self._wake = asyncio.Event()
-        self._inbox: deque[Window | None] = deque()
+        self._inbox: deque[FeedWindow | None] = deque()
         self._over = self._failed = False
         self._serial = self._horizon = 0
 
@@ -76,7 +76,7 @@ class Feeder:
         self._loop.call_soon_threadsafe(self._wake.set)
 
     def _listen(self, inbox: Any) -> None:
-        message: Window | None
+        message: FeedWindow | None
         while True:
             try:
                 message = inbox.recv()
@@ -111,7 +111,7 @@ class Feeder:
         )
         await self.fetcher.close()
 
-    async def _take(self, window: Window | None) -> None:
+    async def _take(self, window: FeedWindow | None) -> None:
         """Begin a window; None ends the feeder."""
         if window is None:
             self._over = True

@@ -57,7 +57,7 @@ class File(NamedTuple):
     """Modification time in nanoseconds."""
 
 
-class Sample(NamedTuple):
+class PackedSample(NamedTuple):
     """A sample to pack."""
 
     key: str
@@ -75,16 +75,16 @@ class Sample(NamedTuple):
         return sum(header_size(name) + padded(size) for name, size in self.members())
 
 
-class Shard(NamedTuple):
+class TarShard(NamedTuple):
     """A tar to write."""
 
-    samples: tuple[Sample, ...]
+    samples: tuple[PackedSample, ...]
     size: int
     """Bytes of the tar."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class PackSettings:
     """Settings that determine a packing, besides its files."""
 
     shard_size: int = 64 << 20
@@ -101,8 +101,8 @@ class Settings:
 class Packing:
     """Everything about the shards except their bytes."""
 
-    settings: Settings
-    shards: tuple[Shard, ...]
+    settings: PackSettings
+    shards: tuple[TarShard, ...]
     classes: tuple[str, ...]
 
     def fingerprint(self) -> str:
@@ -163,7 +163,7 @@ def list_files(folder: Path) -> list[File]:
     return sorted(found)
 
 
-def samples_of(files: Sequence[File]) -> tuple[list[Sample], tuple[str, ...]]:
+def samples_of(files: Sequence[File]) -> tuple[list[PackedSample], tuple[str, ...]]:
     """The samples and their classes: one sample per file, except that .txt and .json belong to the file of the same name.
 
     A WebDataset key ends at the first dot: dots of the name become underscores, and a number keeps keys apart.
@@ -182,7 +182,7 @@ def samples_of(files: Sequence[File]) -> tuple[list[Sample], tuple[str, ...]]:
         groups += [(stem, (file, *(beside if file is data[0] else ()))) for file in data]
     classes, labels = classes_of([group[0].path for _, group in groups])
     taken: set[str] = set()
-    samples: list[Sample] = []
+    samples: list[PackedSample] = []
     for (stem, group), label in zip(groups, labels.tolist(), strict=True):
         folder, slash, base = stem.rpartition("/")
         key = first = folder + slash + base.replace(".", "_")
@@ -191,11 +191,11 @@ def samples_of(files: Sequence[File]) -> tuple[list[Sample], tuple[str, ...]]:
             number += 1
             key = f"{first}-{number}"
         taken.add(check_path(key, "The folder"))
-        samples.append(Sample(key, label, group))
+        samples.append(PackedSample(key, label, group))
     return samples, classes
 
 
-def plan(folder: Path, settings: Settings) -> Packing:
+def plan(folder: Path, settings: PackSettings) -> Packing:
     """Decide which sample goes into which shard."""
     if not folder.is_dir():
         raise DataError(f"There is no folder {folder}; check the path.")
@@ -211,10 +211,10 @@ def plan(folder: Path, settings: Settings) -> Packing:
     return Packing(settings=settings, shards=fill([samples[i] for i in order], settings.shard_size), classes=classes)
 
 
-def fill(samples: Sequence[Sample], shard_size: int) -> tuple[Shard, ...]:
+def fill(samples: Sequence[PackedSample], shard_size: int) -> tuple[TarShard, ...]:
     """Fill shards with samples in order, as many per shard as fit into `shard_size` bytes."""
-    shards: list[Shard] = []
-    inside: list[Sample] = []
+    shards: list[TarShard] = []
+    inside: list[PackedSample] = []
     full = len(TAR_END)
     for sample in samples:
         size = sample.size()
@@ -224,11 +224,11 @@ def fill(samples: Sequence[Sample], shard_size: int) -> tuple[Shard, ...]:
                 " tar; give a larger --shard-size."
             )
         if full + size > shard_size:
-            shards.append(Shard(tuple(inside), full))
+            shards.append(TarShard(tuple(inside), full))
             inside, full = [], len(TAR_END)
         inside.append(sample)
         full += size
-    return (*shards, Shard(tuple(inside), full))
+    return (*shards, TarShard(tuple(inside), full))
 
 
 # ---------------------------------------------------------------- writing
@@ -237,7 +237,7 @@ def fill(samples: Sequence[Sample], shard_size: int) -> tuple[Shard, ...]:
 def pack(
     folder: str | Path,
     out: str | Path,
-    settings: Settings,
+    settings: PackSettings,
     *,
     jobs: int = DEFAULT_JOBS,
     progress: Progress | None = None,
@@ -264,7 +264,7 @@ def pack(
     return index
 
 
-def write_shard(folder: Path, path: Path, shard: Shard, count: Count) -> npt.NDArray[np.uint64]:
+def write_shard(folder: Path, path: Path, shard: TarShard, count: Count) -> npt.NDArray[np.uint64]:
     """Write a shard unless it exists; returns the checksums of its samples, uint64.
 
     The checksum file and the shard are each complete or absent, and the shard appears last.
@@ -291,7 +291,7 @@ def write_shard(folder: Path, path: Path, shard: Shard, count: Count) -> npt.NDA
     return checks
 
 
-def _write_sample(folder: Path, sample: Sample, out: BinaryIO) -> int:
+def _write_sample(folder: Path, sample: PackedSample, out: BinaryIO) -> int:
     """Write all members of a sample; returns the checksum of its data."""
     named = sample.members()
     checks: list[int] = []

@@ -15,7 +15,7 @@ from typing import Any
 from salience.child import Child
 from salience.errors import SalienceError
 from salience.feed import isolated
-from salience.feed.feeder import LAST_WRITES, Feeder, Limits, Window
+from salience.feed.feeder import LAST_WRITES, Feeder, FeedWindow, Limits
 from salience.feed.policy import OpenPolicy, Policy, open_policy
 from salience.feed.shared import Shared
 from salience.feed.source import Source
@@ -70,7 +70,7 @@ class Process:
         else:
             self._child.end()
 
-    def send(self, window: Window) -> None:
+    def send(self, window: FeedWindow) -> None:
         with contextlib.suppress(OSError):  # it died, which those who wait are told
             self._here.send(window)
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from salience.errors import ConfigError, MissingExtra, did_you_mean
-from salience.feed.tiers import SEAL_BYTES, Tally, TierCounts, Warn, fits, seal
+from salience.feed.tiers import SEAL_BYTES, TierCounts, TierTally, Warn, fits, seal
 
 SCHEMES = ("redis", "rediss")
 PASSWORDS = ("SALIENCE_REDIS_PASSWORD", "REDIS_PASSWORD")
@@ -104,7 +104,7 @@ class RedisTier:
     ) -> None:
         self._source, self._sizes, self._warn = source, sizes, warn
         self._timeout, self._pause = timeout, pause
-        self._tally, self._lock = Tally(), threading.Lock()
+        self._tally, self._lock = TierTally(), threading.Lock()
         self._away, self._full = Pause(pause), Pause(pause)
         self._said: set[str] = set()
         self._client, self._place = _client(url, timeout)

@@ -23,7 +23,7 @@ from salience.feed.ranges import Neighbours
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Window:
+class FeedWindow:
     """What a window asks of the feeder."""
 
     batches: list[list[Ids]]
@@ -191,12 +191,12 @@ class Schedule:
             self._keep(i)
         self.room.tidy_all()
 
-    def rank(self, window: Window) -> None:
+    def rank(self, window: FeedWindow) -> None:
         """Tell the policy; this may take a while and may run in a thread while samples of the last window arrive."""
         planned = [ids for batches in window.batches for ids in batches]
         self.policy.window(window.importance, np.concatenate(planned) if planned else np.empty(0, dtype=np.int64))
 
-    def enter(self, window: Window) -> None:
+    def enter(self, window: FeedWindow) -> None:
         """Line up the batches of a window, those of the ranks in turn."""
         tickets = list(window.first)
         for number, turn in enumerate(zip_longest(*window.batches)):

@@ -34,7 +34,7 @@ SERIAL = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class SharedToken:
     """What makes a `Shared` of a piece of memory."""
 
     memory: Memory
@@ -48,12 +48,12 @@ class Shared:
 
     def __init__(self, n: int, ranks: int, capacity: int, memory: Memory | None = None) -> None:
         """`memory` has `shared_bytes(n, ranks, capacity)` bytes; None = memory of its own."""
-        self.__setstate__(Token(memory or Memory(shared_bytes(n, ranks, capacity)), n, ranks, capacity))
+        self.__setstate__(SharedToken(memory or Memory(shared_bytes(n, ranks, capacity)), n, ranks, capacity))
 
-    def __getstate__(self) -> Token:
+    def __getstate__(self) -> SharedToken:
         return self.token
 
-    def __setstate__(self, token: Token) -> None:
+    def __setstate__(self, token: SharedToken) -> None:
         self.token = token
         memory, n, ranks = token.memory, token.n, token.ranks
         start = 0

@@ -69,7 +69,7 @@ class Tier(Protocol):
         ...
 
 
-class Tally:
+class TierTally:
     """Counts to which several threads add."""
 
     def __init__(self) -> None:

@@ -39,7 +39,7 @@ class Weigher(Protocol):
         ...
 
 
-class Handle(NamedTuple):
+class LossHandle(NamedTuple):
     """What compiled code knows of a weigher."""
 
     number: int
@@ -52,14 +52,14 @@ _weighers: weakref.WeakValueDictionary[int, Weigher] = weakref.WeakValueDictiona
 _numbers = itertools.count()
 
 
-def register(weigher: Weigher) -> Handle:
+def register(weigher: Weigher) -> LossHandle:
     """The handle under which the operator finds `weigher` for as long as it lives."""
     number = next(_numbers)
     _weighers[number] = weigher
-    return Handle(number, torch.zeros(1, dtype=torch.int64))
+    return LossHandle(number, torch.zeros(1, dtype=torch.int64))
 
 
-def weighted_sum(losses: Tensor, logits: Tensor | None, targets: Tensor | None, handle: Handle) -> Tensor:
+def weighted_sum(losses: Tensor, logits: Tensor | None, targets: Tensor | None, handle: LossHandle) -> Tensor:
     """sum(w * l) with the weights that `weigh` gives; for compiled code, where it is one node of the graph."""
     nothing = losses.detach().new_empty(0)
     logits = nothing if logits is None else logits.detach()

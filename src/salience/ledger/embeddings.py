@@ -15,11 +15,11 @@ from salience.ledger.columns import COUNT_LIMIT
 
 Vectors = npt.NDArray[np.float32]
 
-FORGET = 0.9995
+SCATTER_DECAY = 0.9995
 """Of the scatter after each batch: the model moves, and old batches tell little of how it scatters now."""
-SURELY = 32
+MIN_VISITS_PER_DIRECTION = 32
 """Visits per direction from which on the scatter is known well enough to follow it by a part of the batches."""
-OF_BATCHES = 4
+SCATTER_BATCH_STRIDE = 4
 """One of so many is that part. Which ones, their first ids say: a resumed run takes the same."""
 
 
@@ -67,7 +67,9 @@ class Embeddings:
         step = v - mean
         self.mean[ids] = mean.addcdiv_(step, seen + 1).half().numpy()
         self.visits[ids] = np.minimum(visits, COUNT_LIMIT - 1) + 1
-        if len(ids) and (self.weight < SURELY * self.width or int(ids[0]) % OF_BATCHES == 0):
+        if len(ids) and (
+            self.weight < MIN_VISITS_PER_DIRECTION * self.width or int(ids[0]) % SCATTER_BATCH_STRIDE == 0
+        ):
             self._scatter(step, seen)
 
     def _scatter(self, step: Tensor, seen: Tensor) -> None:
@@ -76,9 +78,9 @@ class Embeddings:
         By torch, since the threads that NumPy starts for a product of this size cost more than the product.
         """
         apart = step.mul_((seen / (seen + 1)).sqrt_())
-        self.scatter *= FORGET
+        self.scatter *= SCATTER_DECAY
         self.scatter += (apart.T @ apart).numpy()
-        self.weight = FORGET * self.weight + int(torch.count_nonzero(seen))
+        self.weight = SCATTER_DECAY * self.weight + int(torch.count_nonzero(seen))
 
     def copy(self) -> Embeddings:
         """These as they are now, for somebody who reads them while more visits come."""

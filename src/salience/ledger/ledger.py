@@ -21,13 +21,13 @@ from salience.ledger.columns import (
     vote_bytes_per_sample,
 )
 from salience.ledger.likeliest import strongest
-from salience.ledger.statistics import CLASSES
+from salience.ledger.statistics import CLASS_ROWS
 
 Array = npt.NDArray[Any]
 Ids = npt.NDArray[np.int64]
 Rows = Mapping[str, npt.NDArray[np.float32]]
 
-SMOOTHING = 0.5
+LOSS_SMOOTHING = 0.5
 """Weight of the newest value in exponential means. Visits are few and the model moves fast between them."""
 
 
@@ -154,9 +154,9 @@ class Ledger:
         if "margin" in rows:
             self._update_classified(ids, rows, new, window)
         self.last_loss[ids] = loss
-        self.mean_loss[ids] = loss - (1 - SMOOTHING) * step
+        self.mean_loss[ids] = loss - (1 - LOSS_SMOOTHING) * step
         step *= step
-        self.var_loss[ids] = (1 - SMOOTHING) * (var + SMOOTHING * step)
+        self.var_loss[ids] = (1 - LOSS_SMOOTHING) * (var + LOSS_SMOOTHING * step)
         self.last_seen[ids] = window
         self.seen[ids] = _saturated(self.seen.take(ids), new)
         if trained:
@@ -187,7 +187,7 @@ class Ledger:
             self._update_votes(ids, rows, VOTE_DECAY ** waited.astype(np.float32))
 
     def _update_votes(self, ids: Ids, rows: Rows, decay: Array) -> None:
-        classes = np.stack([rows[name] for name in CLASSES]).astype(np.int32)
+        classes = np.stack([rows[name] for name in CLASS_ROWS]).astype(np.int32)
         p = np.stack([rows[f"p_{k}"] for k in range(VOTES)])
         known = self.vote.take(ids, axis=0).T, np.ascontiguousarray(_single(self.vote_p.take(ids, axis=0)).T)
         vote, strength = averaged_votes(*known, classes, p, decay)
@@ -265,7 +265,7 @@ def _smoothed(old: Array, value: Array) -> Array:
     """m + a (x - m), or x where nothing was known."""
     step = value - old
     step[np.isnan(step)] = 0
-    return value - (1 - SMOOTHING) * step
+    return value - (1 - LOSS_SMOOTHING) * step
 
 
 def _half(values: Array) -> Array:

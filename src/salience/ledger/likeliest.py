@@ -16,9 +16,9 @@ Keys = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 Classes = npt.NDArray[np.int32]
 
-LAST = np.iinfo(np.int64).max
+LAST_KEY = np.iinfo(np.int64).max
 """A key behind all others."""
-INFINITY = np.float32(np.inf).view(np.int32)
+INFINITY_BITS = np.float32(np.inf).view(np.int32)
 """Bits of an infinite float32: what they exceed those of a number by falls as the number rises."""
 
 assert VOTES == 4, "The network is laid out for four."
@@ -41,10 +41,10 @@ def strongest(strength: Floats, classes: Classes) -> tuple[Floats, Classes]:
     """The four largest of `strength`, at least 0, float32 [K, B], and their classes: [4, B] each, the largest first."""
     keys = _empty(*strength.shape)
     lower, upper = _halves(keys)
-    np.subtract(INFINITY, strength.view(np.int32), out=upper[: len(strength)])
+    np.subtract(INFINITY_BITS, strength.view(np.int32), out=upper[: len(strength)])
     lower[: len(strength)] = classes
     classes, size = _halves(smallest(keys))
-    return (INFINITY - size).view(np.float32), classes
+    return (INFINITY_BITS - size).view(np.float32), classes
 
 
 def smallest(keys: Keys) -> Keys:
@@ -87,7 +87,7 @@ def _sort_bitonic(keys: Keys, out: Keys) -> None:
 def _empty(count: int, samples: int) -> Keys:
     """Room for `count` keys per sample and as many of the last ones as make whole groups of four."""
     keys = np.empty((-(-count // 4) * 4, samples), dtype=np.int64)
-    keys[count:] = LAST
+    keys[count:] = LAST_KEY
     return keys
 
 

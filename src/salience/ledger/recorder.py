@@ -23,10 +23,10 @@ from salience.ranks import Ranks
 Flags = tuple[int, bool, bool]
 """window, seen, trained."""
 
-ENTERED_TOGETHER = 4096
+SAMPLES_ENTERED_TOGETHER = 4096
 """Samples entered into the ledger in one go: few array operations, on arrays that stay in the processor's cache."""
 
-SCATTERED = 1 << 17
+MIN_SAMPLES_TO_SORT = 1 << 17
 """Samples in a ledger from which on its columns are visited in order."""
 
 
@@ -176,7 +176,7 @@ class Recorder:
     def _hold(self, item: _Pending) -> None:
         self._pending.append(item)
         self._waiting += sum(map(len, item.ids))
-        if self._ranks is None and self._waiting >= ENTERED_TOGETHER:
+        if self._ranks is None and self._waiting >= SAMPLES_ENTERED_TOGETHER:
             items = [self._pending.popleft() for _ in range(len(self._pending)) if _arrived(self._pending[0])]
             self._waiting -= sum(len(ids) for item in items for ids in item.ids)
             self._enter(items)
@@ -210,7 +210,7 @@ class Recorder:
                 continue
             ids = batches[0] if len(batches) == 1 else np.concatenate(batches)
             unique = _different(run)
-            order = id_order(ids) if not unique or self.ledger.n > SCATTERED else None
+            order = id_order(ids) if not unique or self.ledger.n > MIN_SAMPLES_TO_SORT else None
             if not unique and order is not None and has_doubles(ids[order]):
                 for item in run:
                     for ids, values in item.batches():
@@ -318,7 +318,7 @@ def _alike(items: list[_Pending]) -> list[list[_Pending]]:
     size = 0
     for item in items:
         count = sum(map(len, item.ids))
-        joins = bool(runs) and size + count <= ENTERED_TOGETHER
+        joins = bool(runs) and size + count <= SAMPLES_ENTERED_TOGETHER
         if joins and runs[-1][0].flags == item.flags and runs[-1][0].names == item.names:
             runs[-1].append(item)
             size += count

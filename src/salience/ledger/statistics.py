@@ -19,14 +19,14 @@ NORM_ROWS = ("grad_square", "grad_scale")
 FEATURE_ROWS = tuple(f"feature{k}" for k in range(128))
 """A sample's features; they go to the Embeddings, not into the ledger."""
 TARGET_ROWS = ("loss", "target")
-LIKELIEST = tuple(f"log_{k}" for k in range(VOTES))
-CLASSES = tuple(f"class_{k}" for k in range(VOTES))
-LOGIT_ROWS = ("loss", "target", "log_label", "squares", "entropy", *LIKELIEST, *CLASSES)
+LIKELIEST_ROWS = tuple(f"log_{k}" for k in range(VOTES))
+CLASS_ROWS = tuple(f"class_{k}" for k in range(VOTES))
+LOGIT_ROWS = ("loss", "target", "log_label", "squares", "entropy", *LIKELIEST_ROWS, *CLASS_ROWS)
 """What travels: log p of the label, sum p^2, entropy, log p of the likeliest classes and which they are."""
-LEAST, NONE = -1e4, -2e4
-"""log p is never below the one; a class that does not exist has the other."""
-FEW_CLASSES = 256
-"""Up to so many, statistics are made classes first on the host."""
+MIN_LOG_P, NO_CLASS_LOG_P = -1e4, -2e4
+"""log p is never below the first; a class that does not exist has the second."""
+MAX_CLASSES_TRANSPOSED = 256
+"""On the host, logits of at most this many classes are transposed: statistics are faster with classes along the first axis."""
 
 
 def reduce_batch(losses: Tensor, logits: Tensor | None, targets: Tensor | None) -> tuple[tuple[str, ...], Tensor]:
@@ -43,14 +43,14 @@ def reduce_batch(losses: Tensor, logits: Tensor | None, targets: Tensor | None) 
         if logits is None:
             return TARGET_ROWS, torch.stack((loss.to(torch.float32), label.to(torch.float32)))
         z = logits.detach()
-        if z.device.type == "cpu" and z.shape[1] <= FEW_CLASSES:
+        if z.device.type == "cpu" and z.shape[1] <= MAX_CLASSES_TRANSPOSED:
             return LOGIT_ROWS, _reduce_few_classes(loss, z, label)
-        log_p = torch.log_softmax(z, 1, dtype=torch.float32).clamp_min_(LEAST)  # 0 log 0 = 0 where a logit is -inf
+        log_p = torch.log_softmax(z, 1, dtype=torch.float32).clamp_min_(MIN_LOG_P)  # 0 log 0 = 0 where a logit is -inf
         p = log_p.exp()
         few = min(VOTES, z.shape[1])
         first, order = log_p.topk(few, 1)
         if few < VOTES:  # the last one again, with no probability
-            first, order = F.pad(first, (0, VOTES - few), value=NONE), F.pad(order, (0, VOTES - few))
+            first, order = F.pad(first, (0, VOTES - few), value=NO_CLASS_LOG_P), F.pad(order, (0, VOTES - few))
             order[:, few:] = order[:, few - 1 : few]
         picked = log_p.gather(1, label.to(torch.int64).unsqueeze(1))
         squares = torch.linalg.vecdot(p, p).unsqueeze(1)
@@ -61,7 +61,7 @@ def reduce_batch(losses: Tensor, logits: Tensor | None, targets: Tensor | None) 
 
 def _reduce_few_classes(loss: Tensor, z: Tensor, label: Tensor) -> Tensor:
     """The same on the host, with the classes first: reductions over a short last axis are slow there."""
-    log_p = torch.log_softmax(z.t().to(torch.float32, memory_format=torch.contiguous_format), 0).clamp_min_(LEAST)
+    log_p = torch.log_softmax(z.t().to(torch.float32, memory_format=torch.contiguous_format), 0).clamp_min_(MIN_LOG_P)
     p = log_p.exp()
     values = torch.empty((len(LOGIT_ROWS), len(loss)), dtype=torch.float32)
     rows = values.numpy()
@@ -73,7 +73,7 @@ def _reduce_few_classes(loss: Tensor, z: Tensor, label: Tensor) -> Tensor:
     few = min(VOTES, z.shape[1])
     first, order = likeliest(log_p.numpy())
     rows[5 : 5 + few], rows[5 + VOTES : 5 + VOTES + few] = first[:few], order[:few]
-    rows[5 + few : 5 + VOTES], rows[5 + VOTES + few :] = NONE, order[few - 1]
+    rows[5 + few : 5 + VOTES], rows[5 + VOTES + few :] = NO_CLASS_LOG_P, order[few - 1]
     return values
 
 
@@ -94,7 +94,7 @@ def finish(rows: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, npt.NDArray
     if "log_label" not in rows:
         return dict(rows)
     log_label, top = rows["log_label"], rows["log_0"]
-    second = np.where(rows["log_1"] == NONE, top, rows["log_1"])
+    second = np.where(rows["log_1"] == NO_CLASS_LOG_P, top, rows["log_1"])
     guess, next_guess = rows["class_0"], rows["class_1"]
     p_label = np.exp(log_label)
     p = {f"p_{k}": np.exp(rows[f"log_{k}"]) for k in range(VOTES)}
@@ -110,5 +110,5 @@ def finish(rows: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, npt.NDArray
         "other": np.where(right, next_guess, guess),
         "guess_p": p["p_0"],
         **p,
-        **{name: rows[name] for name in CLASSES},
+        **{name: rows[name] for name in CLASS_ROWS},
     }

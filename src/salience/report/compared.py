@@ -23,7 +23,7 @@ NOT_SETTINGS = ("seed", "out", "resume", "salience", "torch", "workers", "device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Arm:
+class ComparedArm:
     """Runs with the same settings but for the seed."""
 
     name: str
@@ -34,8 +34,8 @@ class Arm:
 class Difference:
     """An arm against the first one; None where a figure is missing, or no seed is shared."""
 
-    arm: Arm
-    against: Arm
+    arm: ComparedArm
+    against: ComparedArm
     metric: Interval | None
     """Difference of the last validation results."""
     seconds: Interval | None
@@ -47,7 +47,7 @@ class Difference:
 class Comparison:
     """What `salience compare` shows."""
 
-    arms: tuple[Arm, ...]
+    arms: tuple[ComparedArm, ...]
     differences: tuple[Difference, ...]
     notes: tuple[str, ...]
 
@@ -66,12 +66,12 @@ def compare(stories: Sequence[Story]) -> Comparison:
 
 def against(story: Story, baseline: Story) -> Comparison:
     """One run against another, whatever their settings."""
-    arms = Arm(name=baseline.name, stories=(baseline,)), Arm(name=story.name, stories=(story,))
+    arms = ComparedArm(name=baseline.name, stories=(baseline,)), ComparedArm(name=story.name, stories=(story,))
     notes = tuple(_doubts((baseline, story)))
     return Comparison(arms=arms, differences=(_difference(arms[1], arms[0]),), notes=notes)
 
 
-def arms_of(stories: Sequence[Story]) -> tuple[Arm, ...]:
+def arms_of(stories: Sequence[Story]) -> tuple[ComparedArm, ...]:
     """Runs put together that differ in nothing but the seed, in the order they came."""
     groups: dict[str, list[Story]] = {}
     for story in stories:
@@ -81,7 +81,7 @@ def arms_of(stories: Sequence[Story]) -> tuple[Arm, ...]:
     names = [_name(group) for group in groups.values()]
     doubled = {name for name in names if names.count(name) > 1}
     return tuple(
-        Arm(name=group[0].name if name in doubled else name, stories=tuple(group))
+        ComparedArm(name=group[0].name if name in doubled else name, stories=tuple(group))
         for name, group in zip(names, groups.values(), strict=True)
     )
 
@@ -94,7 +94,7 @@ def _name(group: Sequence[Story]) -> str:
     return names.pop() if len(names) == 1 else group[0].arm
 
 
-def _difference(arm: Arm, against: Arm) -> Difference:
+def _difference(arm: ComparedArm, against: ComparedArm) -> Difference:
     def pairs(value: Callable[[Story], float | None]) -> list[tuple[float, float]]:
         mine, theirs = _by_seed(arm, value), _by_seed(against, value)
         if len(arm.stories) == len(against.stories) == 1:  # nothing else to pair it with
@@ -117,7 +117,7 @@ def _difference(arm: Arm, against: Arm) -> Difference:
     )
 
 
-def _by_seed(arm: Arm, value: Callable[[Story], float | None]) -> dict[int, float]:
+def _by_seed(arm: ComparedArm, value: Callable[[Story], float | None]) -> dict[int, float]:
     """The mean of each seed's runs that have a value."""
     found: dict[int, list[float]] = {}
     for story in arm.stories:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from salience.report import words
 from salience.report.charts import Chart, Series, bars, columns, lines
-from salience.report.compared import Arm, Comparison
+from salience.report.compared import ComparedArm, Comparison
 from salience.report.story import Result, Story
 
 CLASSES = 20
@@ -202,7 +202,7 @@ def _visits_at(story: Story, one: Result) -> float:
     return float(sum(window.visits for window in story.windows if window.number < one.window))
 
 
-def result_over_visits(arms: Sequence[Arm]) -> Chart | None:
+def result_over_visits(arms: Sequence[ComparedArm]) -> Chart | None:
     """Result over visits, the mean of each arm's seeds."""
     runs: list[tuple[str, list[tuple[float, float]]]] = []
     for arm in arms[:ARMS]:
@@ -225,7 +225,7 @@ def result_over_visits(arms: Sequence[Arm]) -> Chart | None:
     return lines("Result over visits", x, series, x_label="visits", form=form, x_form=words.short, note=note)
 
 
-def means(arms: Sequence[Arm]) -> list[Chart]:
+def means(arms: Sequence[ComparedArm]) -> list[Chart]:
     def bar(title: str, value: Callable[[Story], float], form: Callable[[float], str]) -> Chart:
         means = [statistics.fmean(value(story) for story in arm.stories) for arm in arms]
         return bars(title, [arm.name for arm in arms], [Series(name="mean", values=means)], form=form, what="arm")

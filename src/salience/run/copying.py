@@ -15,8 +15,8 @@ from salience.ledger.embeddings import Embeddings
 from salience.run.arrays import arrays, tensors
 from salience.run.part import Batch, Part, Setup, Voice
 from salience.select import Pipeline
-from salience.select.redundancy import CopySearch, redundancy
-from salience.signals.features import WIDTH
+from salience.select.redundancy import SEARCH_OPTIONS, CopySearch
+from salience.signals.features import FEATURE_WIDTH
 
 
 class Copying(Part):
@@ -32,13 +32,14 @@ class Copying(Part):
         """None where nobody asks for copies."""
 
     def _make(self, pipeline: Pipeline | None, embeddings: npt.ArrayLike | None) -> CopySearch | None:
-        uses = [] if pipeline is None else [p for p in pipeline.filters if p.call is redundancy]
+        uses = [] if pipeline is None else [p for p in pipeline.plugins if "copies" in p.card.needs]
         if not uses and embeddings is None:
             return None
         if not uses and pipeline is not None:
-            raise ConfigError("embeddings= are for the filter 'redundancy', which this select does not use; add it.")
-        options = dict(uses[0].options) if uses else {}
-        options.pop("full", None)  # about what is left out, not about what is a copy
+            raise ConfigError(
+                "embeddings= are for plug-ins that need copies; select has none, add the filter 'redundancy'."
+            )
+        options = {name: uses[0].options[name] for name in SEARCH_OPTIONS if uses and name in uses[0].options}
         return CopySearch(self._setup.n, given=embeddings, **options)
 
     def offer(self, pipeline: Pipeline) -> None:
@@ -51,7 +52,7 @@ class Copying(Part):
             self.search = CopySearch(self._setup.n)  # near-copies are found for the report
         if self.search is None or self._setup.rank > 0:
             return None
-        self.search.embeddings = self.search.embeddings or Embeddings(self._setup.n, WIDTH)
+        self.search.embeddings = self.search.embeddings or Embeddings(self._setup.n, FEATURE_WIDTH)
         return self.search.embeddings if self.search.given is None else None
 
     @property
@@ -90,16 +91,16 @@ class Copying(Part):
 
     def look(self, ledger: Ledger, window: int, *, last: bool = False) -> None:
         """Look again where there is more to go by; with several ranks, rank 0 looks and tells."""
-        search, group = self.search, self._setup.ranks
+        search, ranks = self.search, self._setup.ranks
         if search is None:
             return
         self._agree_on_prints()
         changed = self._setup.rank == 0 and search.look(ledger.label, last=last)
-        if group is not None and (changed := bool(group.broadcast([float(changed)])[0])):
+        if ranks is not None and (changed := bool(ranks.broadcast([float(changed)])[0])):
             n = self._setup.n
             found = search.found or Copies(group=np.empty(n, dtype=np.int32), similarity=np.empty(n, dtype=np.float32))
-            group.broadcast_array(found.group)
-            group.broadcast_array(found.similarity)
+            ranks.broadcast_array(found.group)
+            ranks.broadcast_array(found.similarity)
             search.found = found
         if changed and search.found is not None:
             members = search.found.group

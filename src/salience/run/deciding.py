@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from salience.decide import Auto, Reach, Settings
+from salience.decide import Auto, AvailableLevers, Settings
 from salience.errors import SalienceError, StateError
 from salience.feed.sizes import memory_bytes
 from salience.feed.source import Source
@@ -18,7 +18,7 @@ from salience.run.part import Part, Setup, Voice
 from salience.run.planning import Planning
 from salience.run.staging import Staging
 from salience.run.watching import Watching
-from salience.watch.model import ceiling, levers, told
+from salience.watch.model import bottleneck_event, ceiling, levers
 from salience.watch.probe import current_session
 
 
@@ -74,12 +74,12 @@ class Deciding(Part):
         controller, ranks = self.auto.controller, self._setup.ranks
         if self._setup.rank == 0:
             before = controller.verdict
-            decisions = self.auto.edge(window, self._watching.steps, self._reach())
+            decisions = self.auto.edge(window, self._watching.steps, self._available())
             if controller.verdict is not None and controller.verdict is not before:
                 costs = controller.costs
                 cores = cores_of(ranks)
                 found = [] if costs is None else [ceiling(costs, lever) for lever in levers(costs, cores=cores)]
-                self._voice.events.emit("verdict", window=window, **told(controller.verdict, costs, found))
+                self._voice.events.emit("verdict", window=window, **bottleneck_event(controller.verdict, costs, found))
             for decision in decisions:
                 self._voice.events.emit("decision", **asdict(decision))
         if ranks is not None:
@@ -111,7 +111,7 @@ class Deciding(Part):
         if self._staging is not None and self._staging.optional is not None:
             self._staging.reuses = settings.treat
 
-    def _reach(self) -> Reach:
+    def _available(self) -> AvailableLevers:
         """What can be switched: what the user left open, and has given what it takes."""
         moves = self._given_workers > 0
         if not moves:
@@ -130,7 +130,7 @@ class Deciding(Part):
             names = self._staging.stage_names("load" if source is None else "fetch")
             reusable = () if split is None else names[: split.stages + 1]
         cores = cores_of(self._setup.ranks) if moves else 0
-        return Reach(
+        return AvailableLevers(
             cores=cores, cache=cache, share=share, reusable=reusable, keep=self._planning.offered_shares,
             refused=self._refused,
         )  # fmt: skip

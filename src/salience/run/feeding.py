@@ -58,7 +58,7 @@ class Feeding(Part):
         self.feed = dataset.handle = None
         if cache is not None:
             self.feed = Feed(
-                dataset.source, cache=cache, batch_size=self._setup.batch_size, group=self._setup.ranks, workers=workers,
+                dataset.source, cache=cache, batch_size=self._setup.batch_size, ranks=self._setup.ranks, workers=workers,
                 policy=self._reading.policy, disk=self._reading.disk, redis=self._reading.redis, views=self._reading.views,
             )  # fmt: skip
             dataset.handle = self.feed.handle

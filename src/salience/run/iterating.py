@@ -35,7 +35,7 @@ class BatchSource(Protocol):
         ...
 
 
-class Doors:
+class Iterators:
     """Hands out iterators over one run. At most one at a time counts; one taken beside it is a peek."""
 
     def __init__(self, run: Run, source: BatchSource) -> None:
@@ -79,41 +79,41 @@ class BatchIterator(Iterator[Any]):
     order of their own, are not recorded and do not count.
     """
 
-    def __init__(self, doors: Doors) -> None:
-        self._doors, self._serial = doors, doors.serial
+    def __init__(self, iterators: Iterators) -> None:
+        self._iterators, self._serial = iterators, iterators.serial
         self._arriving: Iterator[Batch] | None = None
         self._peeking: Iterator[Any] | None = None
         self._batch: Batch | None = None
         """The batch the loop is working on."""
         self._done = self._failed = self._ends = False
-        if doors.other(self) is None:
+        if iterators.other(self) is None:
             self._claim()
 
     def __iter__(self) -> BatchIterator:
         return self
 
     def __len__(self) -> int:
-        return len(self._doors.run)
+        return len(self._iterators.run)
 
     @property
     def in_use(self) -> bool:
         """True in the middle of a window; not if its last `next` raised, after which most loops are left."""
-        return self._arriving is not None and not self._failed and not self._doors.run.course.pending
+        return self._arriving is not None and not self._failed and not self._iterators.run.course.pending
 
     def __next__(self) -> Any:
         if self._peeking is not None:
             return next(self._peeking)
         if self._done:
             raise StopIteration
-        if self._serial != self._doors.serial:
+        if self._serial != self._iterators.serial:
             raise StateError("This iterator was taken before load_state_dict(); call iter(loader) again.")
         if self._arriving is None:
-            other = self._doors.other(self)
+            other = self._iterators.other(self)
             if other is not None and other.in_use:
-                self._peeking = self._doors.peek()
+                self._peeking = self._iterators.peek()
                 return next(self._peeking)
             self._claim()
-        run = self._doors.run
+        run = self._iterators.run
         self._failed = True
         if self._batch is not None:
             batch, self._batch = self._batch, None
@@ -124,19 +124,19 @@ class BatchIterator(Iterator[Any]):
             except StopIteration:
                 self._next_window()
         content = run.deliver(self._batch)
-        if run.course.complete and self._ends and self._doors.source.has_workers:
+        if run.course.complete and self._ends and self._iterators.source.has_workers:
             run.planning.order.finish()  # workers read ahead, so that a DataLoader's sampler has come to its end by now
         self._failed = False
         return content
 
     def _claim(self) -> None:
         """Open the next window; its batches count."""
-        self._arriving = self._doors.claim(self)
-        self._ends = self._doors.run.ends_epoch
+        self._arriving = self._iterators.claim(self)
+        self._ends = self._iterators.run.ends_epoch
 
     def _next_window(self) -> None:
         """Go on with the epoch's next window; StopIteration after its last one."""
-        run = self._doors.run
+        run = self._iterators.run
         self.let_go()
         if self._ends:
             self._done = True
@@ -154,7 +154,7 @@ class BatchIterator(Iterator[Any]):
             close = getattr(arriving, "close", None)
             if close is not None:
                 close()
-            self._doors.run.watching.steps.pause()
+            self._iterators.run.watching.steps.pause()
 
     def __del__(self) -> None:
         if getattr(self, "_arriving", None) is not None:

@@ -15,7 +15,7 @@ from salience.errors import ConfigError, PluginError
 from salience.events import EventLog
 from salience.plan import Shard
 from salience.ranks import Ranks
-from salience.treat.dataset import Note
+from salience.treat.dataset import BatchReport
 
 COUNT_UNITS = {"": 1, "k": 1_000, "M": 1_000_000, "G": 1_000_000_000}
 
@@ -101,7 +101,7 @@ class Batch:
     """Position of each broken sample -> why; another sample stands in for it, with loss weight 0."""
     counts: Mapping[str, int] = field(default_factory=dict[str, int])
     """What reading it asked of a Source."""
-    note: Note | None = None
+    report: BatchReport | None = None
     """What the stages did, where there are stages."""
     work: Mapping[str, float] = field(default_factory=dict[str, float])
     """Seconds it cost its worker, by stage."""

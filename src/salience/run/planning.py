@@ -24,7 +24,7 @@ from salience.select import Clock, Pipeline
 from salience.select.batching import Batching, members
 from salience.select.fetching import Stock
 from salience.select.noise import evidence
-from salience.select.steering import NOTCHES, Paths, Steering, read_histories
+from salience.select.steering import KEEP_SHARES, Paths, Steering, read_histories
 from salience.select.view import Reference
 
 
@@ -281,7 +281,7 @@ class Planning(Part):
         assert self.pipeline is not None
         assert self._setup.epochs is not None
         epoch = window // self._setup.pieces
-        return self.pipeline.keep(Clock(window=epoch, windows=self._setup.epochs, steered=NOTCHES[-1])) < 1
+        return self.pipeline.keep(Clock(window=epoch, windows=self._setup.epochs, steered=KEEP_SHARES[-1])) < 1
 
     def evaluated(self, metric: float, progress: float, window: int) -> None:
         """A validation result of `window`."""

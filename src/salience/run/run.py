@@ -187,7 +187,7 @@ class Run:
     ) -> Tensor:
         """Record the losses of a batch and return their weighted mean."""
         begin = time.perf_counter()
-        self.watching.steps.lost(losses.device)
+        self.watching.steps.on_loss(losses.device)
         batch = self.recording.batch_for_loss(ids, again=again)
         kept = batch.kept
         if kept is None and self.planning.picks < 1:
@@ -211,7 +211,7 @@ class Run:
             raise LossError(
                 "select picks samples after the forward pass, which a compiled step cannot do; compile the model alone."
             )
-        self.watching.steps.lost(losses.device)
+        self.watching.steps.on_loss(losses.device)
         batch = self.recording.batch_for_loss(None, again=False)
         check_losses("loss", losses, len(batch.ids))
         logits, targets = self.recording.usable(losses, logits, targets)

@@ -18,7 +18,6 @@ from salience.run.part import Batch, Part, Voice
 from salience.select.ranks import rank_normalise
 from salience.treat.config import Treat
 from salience.treat.dataset import Treatment
-from salience.treat.told import told
 from salience.treat.treating import Treating
 from salience.watch import Stopwatch
 
@@ -74,11 +73,11 @@ class Staging(Part):
         return found if self.reuses else lambda span: found(span)._replace(split=0, size=0)
 
     def hand_over(self, batch: Batch) -> None:
-        note = batch.note
-        if note is not None and self._shard is not None:
-            self.treating.take(batch.ids, self._shard.plan.level[self._shard.span(batch.number)], note)
-            known = np.isfinite(note.cost_us)
-            self._ledger.cost_us[batch.ids[known]] = note.cost_us[known]
+        report = batch.report
+        if report is not None and self._shard is not None:
+            self.treating.take(batch.ids, self._shard.plan.level[self._shard.span(batch.number)], report)
+            known = np.isfinite(report.cost_us)
+            self._ledger.cost_us[batch.ids[known]] = report.cost_us[known]
         self._handed_over = time.perf_counter()
 
     def take_back(self, batch: Batch) -> None:
@@ -93,7 +92,7 @@ class Staging(Part):
         return first, *(stage.label for stage in self.treating.stages)
 
     def report(self) -> str:
-        return told(self.treating)
+        return treatment_summary(self.treating)
 
     def state_dict(self) -> dict[str, Any]:
         return self.treating.state_dict()
@@ -108,3 +107,30 @@ def check_stages(saved: Mapping[str, Any], staging: Staging | None) -> None:
         raise StateError("The state was saved with stages and this Loader has none; resume with the same augment=.")
     if staging is not None and Staging.name not in saved:
         staging.treating.load_state_dict(None)  # says which stages were expected
+
+
+def treatment_summary(treating: Treating) -> str:
+    """The treatment in words: the cost of each stage, how often samples were fresh, and what that saved."""
+    counts, costs = treating.counts, treating.costs
+    lines = [
+        "Stages, microseconds per call: " + ", ".join(f"{label} {cost:,.0f}" for label, cost in costs.items()) + "."
+    ]
+    visits = max(1, counts["visits"])
+    made = counts["fresh"] + counts["stored"]
+    lines.append(
+        f"Of {counts['visits']:,} visits {made:,} ({made / visits:.0%}) were fresh throughout and {counts['reused']:,} took up "
+        f"an intermediate ({counts['missed']:,} of them had to make it again; {counts['unfit']:,} could not be kept)."
+    )
+    least, median, most = treating.fresh_shares
+    lines.append(f"A sample was fresh at {least:.0%} (least), {median:.0%} (median), {most:.0%} (most) of its visits.")
+    if treating.split is not None:
+        before = [stage.label for stage in treating.stages[: treating.split.stages]]
+        lines.append(
+            f"Intermediates lie after {', '.join(before) or 'reading'}, {treating.split.size:,} bytes each; that saved "
+            f"{treating.saved:.1f} seconds of workers' time."
+        )
+        if treating.frozen:
+            lines.append(
+                f"Draws kept with them, for {treating.config.r_max} visits at most: {', '.join(treating.frozen)}."
+            )
+    return "\n".join(lines)

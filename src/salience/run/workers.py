@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader
 
-from salience.batches import Order, Orders, TagCollate, Tagged, Tagging, WorkerInit, integer_targets
+from salience.batches import BatchEnvelope, EnvelopeCollate, EnvelopeDataset, Order, Orders, WorkerInit, integer_targets
 from salience.feed.dataset import FeedCollate, SourceBatch
 from salience.plan import Shard
 from salience.run.feeding import Feeding
@@ -20,7 +20,7 @@ from salience.run.part import Batch
 from salience.run.planning import Planning
 from salience.run.staging import Staging
 from salience.run.watching import Watching
-from salience.treat.dataset import Made, TreatCollate
+from salience.treat.dataset import StagedBatch, TreatCollate
 from salience.watch import Steps
 from salience.watch.probe import Probe
 
@@ -48,7 +48,10 @@ class WorkerSource:
             whole = TreatCollate(collate, staging.treating.stages[-1].label)
         elif feeding.source is not None:
             whole = FeedCollate(collate)
-        self._data, self._collate = Tagging(staging.treating.staged if staging else dataset), TagCollate(whole)
+        self._data, self._collate = (
+            EnvelopeDataset(staging.treating.staged if staging else dataset),
+            EnvelopeCollate(whole),
+        )
         self._orders, self._generator = Orders(), torch.Generator()
         self.inner = self._make(self.options)
         feeding.workers = self.num_workers
@@ -117,21 +120,21 @@ class WorkerSource:
         orders.set(lambda number: Order(number, parts[number]), len(parts))
         options = {**self.options, "num_workers": self.num_workers, "persistent_workers": False}
         generator = torch.Generator().manual_seed(int(order[0]))
-        for tagged in DataLoader(
+        for envelope in DataLoader(
             self._data, batch_sampler=orders, collate_fn=self._collate, generator=generator, **options,  # pyright: ignore[reportArgumentType]
         ):  # fmt: skip
-            yield self.batch(tagged, window=-1).content
+            yield self.batch(envelope, window=-1).content
 
-    def batch(self, tagged: Tagged, window: int) -> Batch:
+    def batch(self, envelope: BatchEnvelope, window: int) -> Batch:
         """What arrived, taken out of its envelopes."""
-        content, ids, work = tagged.batch, tagged.ids, tagged.work
-        batch = Batch(window, tagged.number, ids, prints=tagged.prints, ticket=tagged.ticket)
+        content, ids, work = envelope.batch, envelope.ids, envelope.work
+        batch = Batch(window, envelope.number, ids, prints=envelope.prints, ticket=envelope.ticket)
         if isinstance(content, SourceBatch):
             content, batch.broken, batch.counts = content
-        elif isinstance(content, Made):
-            content, batch.note = content
-            batch.broken, batch.counts = batch.note.broken, batch.note.counts
-            work = self._stage_work(batch.note.seconds.tolist(), work.get("collate", 0.0))
+        elif isinstance(content, StagedBatch):
+            content, batch.report = content
+            batch.broken, batch.counts = batch.report.broken, batch.report.counts
+            work = self._stage_work(batch.report.seconds.tolist(), work.get("collate", 0.0))
         batch.work = work
         batch.hint = integer_targets(content, len(ids))
         batch.content = (torch.from_numpy(ids), content) if self._with_ids else content
@@ -165,9 +168,9 @@ class WorkerSource:
 class Arrivals(Iterator[Batch]):
     """The batches of one window as they come, timed. A probe holds the next ones back and then releases them all."""
 
-    def __init__(self, source: WorkerSource, batches: Iterator[Tagged], window: int) -> None:
+    def __init__(self, source: WorkerSource, batches: Iterator[BatchEnvelope], window: int) -> None:
         self._source, self._window = source, window
-        self._batches: Iterator[Tagged] | None = batches
+        self._batches: Iterator[BatchEnvelope] | None = batches
         self._break_off = source.feed_window
         self._held: deque[Batch] = deque()
         self._trouble: Exception | None = None
@@ -200,10 +203,10 @@ class Arrivals(Iterator[Batch]):
 
     def _take(self) -> Batch | None:
         """The next batch; None at the window's end."""
-        tagged = None if self._batches is None else next(self._batches, None)
-        if tagged is None:
+        envelope = None if self._batches is None else next(self._batches, None)
+        if envelope is None:
             return None
-        batch = self._source.batch(tagged, self._window)
+        batch = self._source.batch(envelope, self._window)
         self._source.arrived(batch)
         return batch
 

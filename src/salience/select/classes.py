@@ -8,16 +8,16 @@ from salience.events import ClassFinding, VisitFinding
 from salience.ledger import Ledger
 from salience.select.view import Bools
 
-UNEVEN = 1.25
+UNEVEN_RATIO = 1.25
 """A class is explained when it gets this many times more or less than its share."""
-BINS = 24
+MAX_BINS = 24
 """Bins of a histogram at most."""
-MOST_CLASSES = 1000
+MAX_CLASSES_LISTED = 1000
 """Classes that are listed at most."""
 
 
 def class_findings(ledger: Ledger, suspect: Bools) -> tuple[int, tuple[ClassFinding, ...]]:
-    """The number of classes, and what each has and got; of more than MOST_CLASSES, the hardest. `suspect` is bool [n]."""
+    """The number of classes, and what each has and got; of more than MAX_CLASSES_LISTED, the hardest. `suspect` is bool [n]."""
     has = ledger.label >= 0
     if not has.any():
         return 0, ()
@@ -34,8 +34,8 @@ def class_findings(ledger: Ledger, suspect: Bools) -> tuple[int, tuple[ClassFind
     suspected = total(suspect[has]) / size
     overall = float(losses.sum() / max(1, int(known.sum()))), float(suspect[has].sum() / has.sum())
     shown = np.arange(len(present))
-    if len(present) > MOST_CLASSES:
-        shown = np.sort(np.argsort(-loss, kind="stable")[:MOST_CLASSES])
+    if len(present) > MAX_CLASSES_LISTED:
+        shown = np.sort(np.argsort(-loss, kind="stable")[:MAX_CLASSES_LISTED])
     found: list[ClassFinding] = []
     for c in shown.tolist():
         share, got = float(size[c] / size.sum()), float(visits[c] / visits.sum()) if visits.any() else None
@@ -55,10 +55,10 @@ def class_findings(ledger: Ledger, suspect: Bools) -> tuple[int, tuple[ClassFind
 
 def _unevenness(ratio: float, own: tuple[float, float], overall: tuple[float, float]) -> str:
     """Why a class was visited `ratio` times its share, from (mean loss, share of suspected labels) of it and of all."""
-    if 1 / UNEVEN < ratio < UNEVEN:
+    if 1 / UNEVEN_RATIO < ratio < UNEVEN_RATIO:
         return ""
     reason = f"visited {ratio:.2g}x its share: mean loss {own[0]:.2g} against {overall[0]:.2g} overall"
-    if ratio < 1 and own[1] > UNEVEN * overall[1]:
+    if ratio < 1 and own[1] > UNEVEN_RATIO * overall[1]:
         reason += f", {own[1]:.0%} of its labels look wrong against {overall[1]:.0%}"
     return reason
 
@@ -80,8 +80,8 @@ def visit_findings(ledger: Ledger, *, windows: int, visits: int) -> VisitFinding
 
 
 def _times(times: np.ndarray) -> tuple[tuple[int, int, int], ...]:
-    """How many samples came how often, in at most BINS steps of equal width."""
-    width = -(-(int(times.max()) + 1) // BINS)
+    """How many samples came how often, in at most MAX_BINS steps of equal width."""
+    width = -(-(int(times.max()) + 1) // MAX_BINS)
     counts = np.bincount(times // width)
     return tuple((i * width, (i + 1) * width - 1, count) for i, count in enumerate(counts.tolist()))
 
@@ -92,7 +92,7 @@ def _losses(ledger: Ledger, groups: tuple[np.ndarray, ...]) -> tuple[tuple[float
         return (), ((), ())
     loss = np.maximum(ledger.mean_loss, 1e-6)
     low, high = np.quantile(loss[known], 0.005), loss[known].max()
-    edges = np.geomspace(low, max(high, low * 1.1), BINS + 1)
+    edges = np.geomspace(low, max(high, low * 1.1), MAX_BINS + 1)
     at = np.clip(loss, edges[0], edges[-1])
     counts = tuple(tuple(np.histogram(at[known & group], edges)[0].tolist()) for group in groups)
     return tuple(edges.tolist()), counts

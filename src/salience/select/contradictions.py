@@ -15,19 +15,19 @@ import numpy.typing as npt
 
 from salience.select.view import Bools, Floats
 
-SAMPLES_COUNTED = 500_000
+MAX_SAMPLES_COUNTED = 500_000
 """Rates are counted from at most this many samples; beyond, from every second, third, ... one."""
-SAMPLES_TEMPERED = 50_000
+MAX_SAMPLES_TEMPERED = 50_000
 """As many samples at most choose the sharpness of predictions."""
-SUREST = 0.1
+SURE_SHARE = 0.1
 """Share of the predictions of each class that count as sure."""
 SHARPNESSES = np.arange(1.5, 4.01, 0.25)
 """Exponents on averaged predictions among which the labels choose one; see `sharpness`. Labels that are left out, which the
 model no longer learns, would make the choice too low."""
-FLOOR = 0.02
+MIN_LABEL_PROBABILITY = 0.02
 """Probabilities of a label below this are not told apart."""
-PRIOR = 20.0
-"""A class's own mislabelling table is believed in proportion to n / (n + PRIOR) of its n sure predictions."""
+TABLE_PRIOR = 20.0
+"""A class's own mislabelling table is believed in proportion to n / (n + TABLE_PRIOR) of its n sure predictions."""
 
 Labels = npt.NDArray[np.integer[Any]]
 
@@ -78,7 +78,7 @@ class Transitions:
 
 def evidence(label: Labels, vote: Labels, vote_p: npt.NDArray[Any]) -> Evidence:
     """Count how often the averaged predictions contradict the labels; see `Evidence`."""
-    some = slice(None, None, max(1, len(label) // SAMPLES_COUNTED))
+    some = slice(None, None, max(1, len(label) // MAX_SAMPLES_COUNTED))
     y, guess, p = label[some], vote[some, 0].astype(np.int64), vote_p[some, 0].astype(np.float32)
     known = (y >= 0) & (p > 0)
     y, guess, p = y[known].astype(np.int64), guess[known], p[known]
@@ -98,7 +98,7 @@ def evidence(label: Labels, vote: Labels, vote_p: npt.NDArray[Any]) -> Evidence:
     error = float(np.sqrt((weight**2 * off * (1 - off) / np.maximum(number, 1)).sum()))
     key, count = np.unique((k * classes + given)[k != given], return_counts=True)
     even = evenness(key // max(1, classes), count, classes)
-    own = (1 - even) * number / (number + PRIOR)
+    own = (1 - even) * number / (number + TABLE_PRIOR)
     share = (own[key // classes] * count / number[key // classes]).astype(np.float32)
     base = ((1 - own) * rate / max(1, classes - 1)).astype(np.float32)
     table = Transitions(classes=classes, key=key, share=share, base=base)
@@ -120,7 +120,7 @@ def evenness(k: Labels, count: Labels, classes: int) -> float:
     return float(np.clip((total @ entropy) / (total @ most), 0, 1)) if total @ most > 0 else 1.0
 
 
-def surest(guess: npt.NDArray[np.int64], p: Floats, share: float = SUREST) -> Bools:
+def surest(guess: npt.NDArray[np.int64], p: Floats, share: float = SURE_SHARE) -> Bools:
     """The `share` of the predictions of each class with the highest p, at least one per class, bool [n]."""
     order = np.lexsort((-p, guess))
     ordered = guess[order]
@@ -144,7 +144,7 @@ def odds_of_wrong(
     et al. 2021), but from the surest predictions alone. Where wrong labels are spread evenly, the order is nearly that of
     q_y (self-confidence); else their direction tells more.
     """
-    label_p = np.nan_to_num(confidence.astype(np.float32)) + np.float32(FLOOR)
+    label_p = np.nan_to_num(confidence.astype(np.float32)) + np.float32(MIN_LABEL_PROBABILITY)
     odds = np.zeros(len(label), dtype=np.float32)
     for slot in range(vote.shape[1]):
         k = vote[:, slot]
@@ -165,7 +165,7 @@ def sharpness(
 
     Only the surest third of the predictions chooses: by them labels are told wrong, and unsure ones ask for another b.
     """
-    some = slice(None, None, max(1, len(label) // SAMPLES_TEMPERED))
+    some = slice(None, None, max(1, len(label) // MAX_SAMPLES_TEMPERED))
     y, k, p = label[some], vote[some], vote_p[some].astype(np.float32)
     known = (y >= 0) & (p[:, 0] > 0)
     if not known.any():
@@ -175,7 +175,7 @@ def sharpness(
     own = k == y[:, None]
     listed = own.any(axis=1)
     outside = np.minimum(np.nan_to_num(confidence[some][known].astype(np.float32)), p[:, -1])
-    q = np.where(listed, (own * p).sum(axis=1), outside) + np.float32(FLOOR / 4)
+    q = np.where(listed, (own * p).sum(axis=1), outside) + np.float32(MIN_LABEL_PROBABILITY / 4)
     unlisted = np.maximum(found.transitions.classes - p.shape[1] - ~listed, 0)
     rest = np.maximum(1 - p.sum(axis=1), 0) / np.maximum(unlisted, 1)
     moved = np.stack([found.transitions.of(k[:, slot], y) for slot in range(k.shape[1])], axis=1)
@@ -191,7 +191,7 @@ def sharpness(
 def calibrated(odds: Floats, known: Bools, rate: float) -> Floats:
     """P_i = c o_i / (1 + c o_i) with c such that the mean over the known samples is the rate, float32 [n]."""
     o = np.log(np.maximum(odds, 1e-6))
-    some = o[known][:: max(1, int(known.sum()) // SAMPLES_COUNTED)]
+    some = o[known][:: max(1, int(known.sum()) // MAX_SAMPLES_COUNTED)]
     low, high = -20.0, 20.0
     for _ in range(30):
         middle = (low + high) / 2

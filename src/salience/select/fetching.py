@@ -138,7 +138,7 @@ def resident_first(ids: Ids, resident: Bools, batch_size: int) -> npt.NDArray[np
     return np.concatenate((first, np.flatnonzero(rest)))
 
 
-def told(found: Exchange | None, refreshed: int, age: npt.NDArray[Any], how: Fetching) -> Note:
+def exchange_note(found: Exchange | None, refreshed: int, age: npt.NDArray[Any], how: Fetching) -> Note:
     """A note on the exchange, and on how long samples wait."""
     within = float((age <= how.max_age).mean())
     waits = f"the longest waiting was seen {int(age.max(initial=0))} windows ago, {within:.1%} within {how.max_age}"

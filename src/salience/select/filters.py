@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from salience.errors import ConfigError
+from salience.registry import card
 from salience.select.view import Verdict, View
 
 
@@ -78,3 +79,28 @@ def tail(view: View, *, share: float = 0.02) -> Verdict:
         return Verdict(reason="nothing to leave out")
     edge = np.partition(known, len(known) - count)[len(known) - count]
     return Verdict(keep=~(view.mean_loss >= edge), reason=f"highest {share:.1%} of mean loss")
+
+
+@card(needs=("reference",), exact=False)
+def coarse(view: View, *, drop: float = 0.3) -> Verdict:
+    """Leaves out the `drop` of every class that other models found easiest, in every window.
+
+    Of a class with m samples, the floor(drop * m) with the lowest mean rank (`view.hardness`, in 16 bits) are left out; unknown
+    ranks count as hardest and stay. It starts when the classes are known: at once, or when every sample has been seen. Samples
+    without a class by then form a class of their own.
+    """
+    if not 0 <= drop < 1:
+        raise ConfigError(f"coarse: drop is {drop}; it must be at least 0 and below 1.")
+    label = view.label
+    if (view.unseen & (label < 0)).any():
+        return Verdict(reason="waits until every sample was seen and its class is known")
+    sizes = np.bincount(label + 1)
+    # By class, the easiest first, unknown ones last. 16 bits, since NumPy sorts those by radix, many times faster.
+    rank = np.nan_to_num(view.hardness * 65534, nan=65535).astype(np.uint16)
+    order = np.argsort(rank, kind="stable")
+    group = (label + 1).astype(np.uint16 if len(sizes) < 2**16 else np.int32)
+    order = order[np.argsort(group[order], kind="stable")]
+    first = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    keep = np.empty(view.n, dtype=bool)
+    keep[order] = np.arange(view.n) - first >= np.repeat(np.floor(drop * sizes), sizes)
+    return Verdict(keep=keep, reason=f"easiest {drop:.0%} of its class by the reference")

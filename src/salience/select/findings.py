@@ -22,9 +22,9 @@ from salience.select.classes import class_findings, visit_findings
 from salience.select.noise import Judgement, judge
 from salience.select.view import Bools, Floats, Ids
 
-SHOWN = 24
+SAMPLES_SHOWN = 24
 """Samples of each kind that are listed."""
-LIKELY = 0.5
+MIN_SUSPECT_PROBABILITY = 0.5
 """A label looks wrong where that is likelier than not."""
 COPIES_FORMAT = "salience-copies-1"
 
@@ -61,7 +61,7 @@ def findings(
     ledger: Ledger,
     near: Groups | None = None,
     *,
-    top: int | None = SHOWN,
+    top: int | None = SAMPLES_SHOWN,
     names: Sequence[str] | None = None,
     windows: int = 0,
     visits: int = 0,
@@ -97,7 +97,7 @@ def findings(
 
 def suspected(ledger: Ledger, judged: Judgement) -> Bools:
     """Labels that are likelier wrong than right and that the model does not give on average: bool [n]."""
-    return judged.suspects(LIKELY) & (ledger.vote[:, 0] != ledger.label)
+    return judged.suspects(MIN_SUSPECT_PROBABILITY) & (ledger.vote[:, 0] != ledger.label)
 
 
 def suspects(

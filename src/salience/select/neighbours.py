@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-EXACT = 6_000
+MAX_VECTORS_FOR_ALL_PAIRS = 6_000
 """Up to so many vectors every pair is compared."""
-BLOCK = 4096
-NEAR = 4
+BLOCK_ROWS = 4096
+CELLS_PER_VECTOR = 4
 """Cells each vector is a member of: a copy shares at least one of them all but always."""
 
 Found = tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]
@@ -20,16 +20,17 @@ Found = tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]
 def nearest(vectors: npt.NDArray[np.float32], k: int, *, seed: int = 0) -> Found:
     """Distances [n, k] to the k nearest others and their positions [n, k], nearest first; inf and -1 where there are fewer.
 
-    Up to EXACT vectors exactly. Beyond, space is divided into 2 sqrt(n) cells, each vector joins its NEAR nearest cells, and
-    vectors in one cell are compared: about 15 n^1.5 comparisons in whole matrix products. What lies much closer than
-    its surroundings is found all but always (benchmarks/neighbours.py compares with libraries).
+    The result is exact for up to MAX_VECTORS_FOR_ALL_PAIRS vectors. Beyond that, space is divided into 2 sqrt(n) cells, each
+    vector joins its CELLS_PER_VECTOR nearest cells, and vectors in the same cell are compared: about 15 n^1.5 comparisons in
+    whole matrix products. A vector much closer than its surroundings is almost always found (benchmarks/neighbours.py compares
+    this with libraries).
     """
     z = torch.from_numpy(np.ascontiguousarray(vectors))
     n = len(z)
     squares = torch.linalg.vecdot(z, z)
     best = torch.full((n, k), torch.inf)
     where = torch.full((n, k), -1, dtype=torch.int64)
-    if n <= EXACT:
+    if n <= MAX_VECTORS_FOR_ALL_PAIRS:
         _compare(z, squares, torch.arange(n), best, where)
     else:
         cell = _cells(z, int(2 * n**0.5), seed)
@@ -42,11 +43,11 @@ def nearest(vectors: npt.NDArray[np.float32], k: int, *, seed: int = 0) -> Found
 
 def comparisons(n: int) -> float:
     """Vectors that each of `n` is compared with, about."""
-    return float(n) if n <= EXACT else 15 * n**0.5
+    return float(n) if n <= MAX_VECTORS_FOR_ALL_PAIRS else 15 * n**0.5
 
 
 def _cells(z: Tensor, count: int, seed: int) -> Tensor:
-    """The NEAR cells each vector is a member of, int64 [n, NEAR].
+    """The CELLS_PER_VECTOR cells each vector is a member of, int64 [n, CELLS_PER_VECTOR].
 
     Centres are vectors drawn at random, each moved to the mean of those nearest to it (one step of k-means): a vector
     in the midst of others would be nearest to far too many.
@@ -55,12 +56,12 @@ def _cells(z: Tensor, count: int, seed: int) -> Tensor:
     home = _nearest_centres(z, z[drawn], 1)[:, 0]
     total = torch.zeros(count, z.shape[1]).index_add_(0, home, z)
     means = total / torch.bincount(home, minlength=count).clamp_min(1)[:, None]
-    return _nearest_centres(z, means, NEAR)
+    return _nearest_centres(z, means, CELLS_PER_VECTOR)
 
 
 def _nearest_centres(z: Tensor, centres: Tensor, k: int) -> Tensor:
     squares = torch.linalg.vecdot(centres, centres)
-    return torch.cat([_apart(rows, centres, squares).topk(k, 1, largest=False).indices for rows in z.split(BLOCK)])
+    return torch.cat([_apart(rows, centres, squares).topk(k, 1, largest=False).indices for rows in z.split(BLOCK_ROWS)])
 
 
 def _apart(rows: Tensor, columns: Tensor, squares: Tensor) -> Tensor:
@@ -71,9 +72,9 @@ def _apart(rows: Tensor, columns: Tensor, squares: Tensor) -> Tensor:
 def _compare(z: Tensor, squares: Tensor, members: Tensor, best: Tensor, where: Tensor) -> None:
     """Enter the nearest among `members` (ascending) of each of them into `best` and `where`, beside what is there."""
     k, columns, theirs = best.shape[1], z[members], squares[members]
-    for start in range(0, len(members), BLOCK):
-        rows = members[start : start + BLOCK]
-        apart = _apart(columns[start : start + BLOCK], columns, theirs)
+    for start in range(0, len(members), BLOCK_ROWS):
+        rows = members[start : start + BLOCK_ROWS]
+        apart = _apart(columns[start : start + BLOCK_ROWS], columns, theirs)
         apart[torch.arange(len(rows)), torch.arange(start, start + len(rows))] = torch.inf
         if 32 * k < len(members) < 64 * k:  # from 64 k columns on, topk has a way that is three times as fast
             apart = F.pad(apart, (0, 64 * k - len(members)), value=torch.inf)

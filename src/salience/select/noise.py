@@ -20,7 +20,7 @@ import numpy.typing as npt
 from salience.errors import ConfigError
 from salience.registry import card
 from salience.select.contradictions import (
-    SAMPLES_COUNTED,
+    MAX_SAMPLES_COUNTED,
     Evidence,
     Labels,
     calibrated,
@@ -30,17 +30,17 @@ from salience.select.contradictions import (
 )
 from salience.select.view import Bools, Floats, Verdict, View
 
-PASSES = 3.0
+PASSES_TO_JUDGE = 3.0
 """Before samples were seen this often on average, nothing is said."""
 RATE_OF_NOTE = 0.08
 """A lower rate of wrong labels cannot be told from hard samples, and leaving them out would gain little."""
 RATE_TO_LIST = 0.03
 """Below it no label is even listed as suspect."""
-TOO_WEAK = 0.5
+MAX_CONTRADICTED = 0.5
 """Where the surest predictions contradict this share of the labels, the model is at fault rather than the labels."""
 PASSES_TO_ACT = 4.0
 """Nor are labels called wrong before this."""
-SLOPE = 2.4
+MIN_CLEAN_SLOPE = 2.4
 """Right labels: S falls about as D to the power of 2.5 to 6; wrong ones: to that of 0.8 to 2."""
 DOUBT_TO_LIST, DOUBT_TO_ACT, DOUBT_TO_KEEP = 1.64, 2.33, 1.0
 """Standard errors by which S must fall slower than that: for labels to be listed, to be left out and to stay out. A list is
@@ -116,9 +116,13 @@ def judge(history: Any) -> Judgement:
 
 def _verdict(found: Evidence, course: Course, passes: float) -> tuple[str, str, bool]:
     """Whether there are wrong labels, why, and whether that is sure enough to leave some out."""
-    if passes < PASSES:
-        return "cannot tell", f"samples were seen {passes:.1f} times on average, fewer than {PASSES:.0f}", False
-    if found.rate >= TOO_WEAK:
+    if passes < PASSES_TO_JUDGE:
+        return (
+            "cannot tell",
+            f"samples were seen {passes:.1f} times on average, fewer than {PASSES_TO_JUDGE:.0f}",
+            False,
+        )
+    if found.rate >= MAX_CONTRADICTED:
         return "cannot tell", "the model has learnt too little to judge any label", False
     if course and course[-1][3] > 0:
         return _still(found, course)
@@ -127,16 +131,16 @@ def _verdict(found: Evidence, course: Course, passes: float) -> tuple[str, str, 
     slope, error = fall(course)
     if not np.isfinite(slope):
         return "cannot tell", "it is too early to see whether that falls as the model learns", False
-    if passes >= PASSES_TO_ACT and found.low > RATE_OF_NOTE and slope + DOUBT_TO_LIST * error < SLOPE:
+    if passes >= PASSES_TO_ACT and found.low > RATE_OF_NOTE and slope + DOUBT_TO_LIST * error < MIN_CLEAN_SLOPE:
         why = f"that falls as the {slope:.1f}th power of the former, slower than with right labels"
-        return "wrong labels", why, slope + DOUBT_TO_ACT * error < SLOPE
+        return "wrong labels", why, slope + DOUBT_TO_ACT * error < MIN_CLEAN_SLOPE
     return "cannot tell", "that still falls as the model learns, as it does with right labels that are hard", False
 
 
 def _still(found: Evidence, course: Course) -> tuple[str, str, bool]:
     """The verdict while labels are left out: what was seen since must bear out the alarm, or they return."""
     slope, error = since_left_out(course)
-    borne_out = not np.isfinite(slope) or slope + DOUBT_TO_KEEP * error < SLOPE
+    borne_out = not np.isfinite(slope) or slope + DOUBT_TO_KEEP * error < MIN_CLEAN_SLOPE
     if borne_out and found.low > RATE_OF_NOTE / 2:
         return "wrong labels", "that was so before they were left out, and still is", True
     return (
@@ -161,7 +165,7 @@ def certainty(label: Labels, vote: Labels, vote_p: npt.NDArray[Any], confidence:
     0.05 to 0.2 where what is hard can be learnt (clean photographs), 0.3 to 0.5 where it is mostly wrong labels or
     mistakes that will not go away.
     """
-    some = slice(None, None, max(1, len(label) // SAMPLES_COUNTED))
+    some = slice(None, None, max(1, len(label) // MAX_SAMPLES_COUNTED))
     differs = (vote[some, 0] != label[some]) & (label[some] >= 0) & (vote_p[some, 0] > 0)
     certain = differs & (vote_p[some, 0] > 0.6) & (confidence[some] < 0.2)
     return float(np.count_nonzero(certain) / max(1, np.count_nonzero(differs)))

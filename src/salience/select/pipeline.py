@@ -16,7 +16,7 @@ from salience.plan import Note, Plan
 from salience.registry import Card, card_of, check_options, find
 from salience.seeds import PLAN, generator
 from salience.select.batching import Batching, filled, members, trimmed
-from salience.select.fetching import Exchange, Rng, Stock, exchange, refresh_set, resident_first, told
+from salience.select.fetching import Exchange, Rng, Stock, exchange, exchange_note, refresh_set, resident_first
 from salience.select.ranks import rank_normalise
 from salience.select.view import NO_REFERENCE, Bools, Candidates, Clock, Draw, Floats, Ids, Reference, Verdict, View
 from salience.select.weights import loss_weights, scaled_weights
@@ -25,7 +25,7 @@ Warn = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class Plugin:
     """One plug-in of a pipeline, found and checked."""
 
     kind: str
@@ -48,15 +48,13 @@ class Sifted:
     forced: Bools | None
     factor: Floats | None
     noise: float | None
-    share: float
-    """The window visits at least this share of the samples."""
     notes: tuple[Note, ...]
 
 
-def _part(kind: str, used: Use) -> Part:
-    plugin = find(kind, used.name)
-    check_options(kind, used.label, plugin, used.options)
-    return Part(kind=kind, name=used.label, call=plugin, options=used.options, weight=used.weight, card=card_of(plugin))
+def _plugin(kind: str, used: Use) -> Plugin:
+    call = find(kind, used.name)
+    check_options(kind, used.label, call, used.options)
+    return Plugin(kind=kind, name=used.label, call=call, options=used.options, weight=used.weight, card=card_of(call))
 
 
 class Pipeline:
@@ -73,27 +71,29 @@ class Pipeline:
         self.config = config
         self.reference = reference
         """What another model thinks of the samples; it may come later, but before the first plan."""
-        self.filters = [_part("filters", u) for u in config.filters]
-        self.scores = [_part("scores", u) for u in config.scores]
-        self.sampler = _part("samplers", config.sampler)
-        self.curve = _part("curves", config.keep)
+        self.filters = [_plugin("filters", u) for u in config.filters]
+        self.scores = [_plugin("scores", u) for u in config.scores]
+        self.sampler = _plugin("samplers", config.sampler)
+        self.curve = _plugin("curves", config.keep)
         self.off: set[str] = set()
         """Plug-ins that failed, by "kind/name"; they are not called again."""
         self._strict = strict
         self._warn: Warn = warn or (lambda text: None)
         self.keep(Clock(window=0, windows=1))  # a wrong share is said now, not in mid-run
 
-    def needs(self) -> list[tuple[Part, str]]:
+    @property
+    def plugins(self) -> tuple[Plugin, ...]:
+        """Filters, scores and the sampler: everything that looks at the samples."""
+        return (*self.filters, *self.scores, self.sampler)
+
+    def needs(self) -> list[tuple[Plugin, str]]:
         """Plug-ins with the ledger columns they want `loss()` to fill."""
-        parts = (*self.filters, *self.scores, self.sampler)
-        return [(part, column) for part in parts for column in part.card.needs if column in COLUMNS]
+        return [(plugin, column) for plugin in self.plugins for column in plugin.card.needs if column in COLUMNS]
 
     @property
     def exact(self) -> bool:
-        """Whether the number of visits of every window follows from the config alone."""
-        return self.config.fetch is None and all(
-            part.card.exact for part in (*self.filters, *self.scores, self.sampler, self.curve)
-        )
+        """True if the number of visits of every window follows from the config alone."""
+        return self.config.fetch is None and all(plugin.card.exact for plugin in (*self.plugins, self.curve))
 
     def keep(self, clock: Clock) -> float:
         share = float(self.curve.call(clock, **self.curve.options))
@@ -129,9 +129,9 @@ class Pipeline:
         `copies` is what is known of near-copies, `stock` where the bytes of the samples are, `judged` the judgement of the
         labels where it was made for this ledger already.
         """
-        for part in (*self.filters, *self.scores, self.sampler):
-            if "reference" in part.card.needs and self.reference is None:
-                raise ConfigError(f"{part.kind[:-1]} {part.name!r} needs {NO_REFERENCE}.")
+        for plugin in self.plugins:
+            if "reference" in plugin.card.needs and self.reference is None:
+                raise ConfigError(f"{plugin.kind[:-1]} {plugin.name!r} needs {NO_REFERENCE}.")
         keep = self.keep(Clock(window=window, windows=windows, steered=steered))
         among = members(ledger.n, window, piece, pieces)
         window, windows = window * pieces + piece, windows * pieces
@@ -141,7 +141,7 @@ class Pipeline:
         sifted = self._filter(view) if pieces == 1 else _within(self._filter(view), among, ledger.n)
         batching = self.batching(batch_size, world, drop_last)
         last = window >= windows - 1
-        granted = max(1, round(max(clock.keep, sifted.share) * len(among)))
+        granted = max(1, round(clock.keep * len(among)))
         batch, everything = batching.batch(granted, len(among)), granted >= len(among)
         budget = len(among) if everything else batching.visits(granted, len(among), last=last)
         importance, raw = self._score(view)
@@ -198,7 +198,7 @@ class Pipeline:
         picked = np.zeros(view.n, dtype=bool)
         picked[ids] = True
         more = refresh_set(view, picked, sifted.allowed, how.refresh, rng)
-        note = told(found, len(more), view.age, how)
+        note = exchange_note(found, len(more), view.age, how)
         return np.concatenate((ids, more)), np.concatenate((weights, np.ones(len(more), dtype=np.float32))), note
 
     def _filter(self, view: View) -> Sifted:
@@ -211,11 +211,10 @@ class Pipeline:
         forced: Bools | None = None
         factor: Floats | None = None
         noise: float | None = None
-        share = 0.0
         notes: list[Note] = []
-        for part in self.filters:
+        for plugin in self.filters:
             verdict = self._call(
-                part, lambda part=part: _checked_verdict(part, part.call(view, **part.options), view.n)
+                plugin, lambda plugin=plugin: _checked_verdict(plugin, plugin.call(view, **plugin.options), view.n)
             )
             if verdict is None:
                 continue
@@ -229,10 +228,9 @@ class Pipeline:
                 factor = verdict.factor if factor is None else factor * verdict.factor
             if verdict.noise is not None:
                 noise = verdict.noise if noise is None or np.isnan(noise) else max(noise, verdict.noise)
-            share = max(share, verdict.share or 0.0)
             notes.append(
                 Note(
-                    name=part.name,
+                    name=plugin.name,
                     dropped=0 if keep is None else view.n - int(np.count_nonzero(keep)),
                     forced=0 if force is None else int(np.count_nonzero(force)),
                     reason=verdict.reason,
@@ -241,18 +239,20 @@ class Pipeline:
         if allowed is not None and not allowed.any():
             self._warn("The filters left out every sample; none of them is applied in this window.")
             allowed = None
-        return Sifted(allowed=allowed, forced=forced, factor=factor, noise=noise, share=share, notes=tuple(notes))
+        return Sifted(allowed=allowed, forced=forced, factor=factor, noise=noise, notes=tuple(notes))
 
     def _score(self, view: View) -> tuple[Floats, Floats]:
         """Rank-normalised importance in [0, 1] and the weighted sum of raw scores, float32 [n] each."""
         ranks: list[tuple[float, Floats]] = []
         raw: Floats | None = None
-        for part in self.scores:
-            score = self._call(part, lambda part=part: _checked_score(part, part.call(view, **part.options), view))
-            if score is None or part.weight == 0:
+        for plugin in self.scores:
+            score = self._call(
+                plugin, lambda plugin=plugin: _checked_score(plugin, plugin.call(view, **plugin.options), view)
+            )
+            if score is None or plugin.weight == 0:
                 continue
-            ranks.append((part.weight, rank_normalise(score)))
-            weighted = score if part.weight == 1 else score * np.float32(part.weight)
+            ranks.append((plugin.weight, rank_normalise(score)))
+            weighted = score if plugin.weight == 1 else score * np.float32(plugin.weight)
             raw = weighted if raw is None else raw + weighted
         if not ranks or raw is None:
             flat = np.full(view.n, 0.5, dtype=np.float32)
@@ -310,29 +310,30 @@ class Pipeline:
 
     def _sample(self, candidates: Candidates, budget: int, rng: np.random.Generator) -> tuple[Draw, float | None]:
         """What the sampler draws, and the exponent on its weights; None where it has none."""
-        part = self.sampler
+        plugin = self.sampler
         draw = self._call(
-            part,
-            lambda: _checked_draw(part, part.call(candidates, budget, rng, **part.options), candidates, budget),
+            plugin,
+            lambda: _checked_draw(plugin, plugin.call(candidates, budget, rng, **plugin.options), candidates, budget),
         )
         if draw is not None:
-            return draw, (1.0 if part.card.unbiased else None) if draw.temper is None else draw.temper
+            return draw, (1.0 if plugin.card.unbiased else None) if draw.temper is None else draw.temper
         uniform = find("samplers", "uniform")
         return uniform(candidates, budget, rng), 1.0
 
-    def _call(self, part: Part, call: Callable[[], Any]) -> Any:
+    def _call(self, plugin: Plugin, call: Callable[[], Any]) -> Any:
         """The plug-in's result, or None when it failed: then it is named, switched off, and training goes on."""
-        if part.key in self.off:
+        if plugin.key in self.off:
             return None
         try:
             return call()
         except ConfigError:
             raise
         except Exception as cause:
-            text = f"{part.kind[:-1]} {part.name!r} failed and is switched off for this run: {type(cause).__name__}: {cause}"
+            which, how = f"{plugin.kind[:-1]} {plugin.name!r}", f"{type(cause).__name__}: {cause}"
+            text = f"{which} failed and is switched off for this run: {how}"
             if self._strict:
                 raise PluginError(text.replace(" and is switched off for this run", "")) from cause
-            self.off.add(part.key)
+            self.off.add(plugin.key)
             self._warn(text)
             return None
 
@@ -346,7 +347,7 @@ def _within(sifted: Sifted, among: range, n: int) -> Sifted:
     return replace(sifted, allowed=allowed if allowed.any() else here, forced=forced)
 
 
-def _checked_verdict(part: Part, verdict: Any, n: int) -> Verdict:
+def _checked_verdict(plugin: Plugin, verdict: Any, n: int) -> Verdict:
     if not isinstance(verdict, Verdict):
         raise PluginError(f"it must return a Verdict, not {type(verdict).__name__}")
     for name in ("keep", "force"):
@@ -359,21 +360,21 @@ def _checked_verdict(part: Part, verdict: Any, n: int) -> Verdict:
     return verdict
 
 
-def _checked_score(part: Part, score: Any, view: View) -> Floats:
+def _checked_score(plugin: Plugin, score: Any, view: View) -> Floats:
     score, n = np.asarray(score), view.n
     if score.shape != (n,) or score.dtype.kind not in "fiu":
         raise PluginError(f"it returned shape {score.shape} of {score.dtype}; a score is one number a sample, [{n}]")
-    missing = [column for column in part.card.needs if column in COLUMNS and COLUMNS[column].needs_logits]
+    missing = [column for column in plugin.card.needs if column in COLUMNS and COLUMNS[column].needs_logits]
     if missing and np.isnan(score).all() and not view.unseen.all():
         raise PluginError(f"nothing is known of {', '.join(missing)}; pass logits and targets to loss()")
     return score.astype(np.float32, copy=False)
 
 
-def _checked_draw(part: Part, draw: Any, candidates: Candidates, budget: int) -> Draw:
+def _checked_draw(plugin: Plugin, draw: Any, candidates: Candidates, budget: int) -> Draw:
     if not isinstance(draw, Draw):
         raise PluginError(f"it must return a Draw, not {type(draw).__name__}")
     positions, inclusion = draw.positions, draw.inclusion
-    if part.card.exact and len(positions) != budget:
+    if plugin.card.exact and len(positions) != budget:
         raise PluginError(f"it drew {len(positions)} samples for a budget of {budget}")
     if len(positions) and (positions.min() < 0 or positions.max() >= len(candidates)):
         raise PluginError(f"it drew positions outside 0 to {len(candidates) - 1}")

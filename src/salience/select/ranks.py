@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from salience.select.view import Floats
 
-EXACT_LIMIT = 1_000_000
+MAX_SAMPLES_FOR_EXACT_RANKS = 1_000_000
 _PIECE = 1 << 22
 
 
@@ -17,7 +17,7 @@ def rank_normalise(score: npt.NDArray[np.floating]) -> Floats:
     rank(x) = (number below x + half the number equal to x) / n, so the mean is exactly 1/2.
     """
     keys = _ordered_keys(score)
-    return _exact(keys) if len(keys) <= EXACT_LIMIT else _by_histogram(keys)
+    return _exact(keys) if len(keys) <= MAX_SAMPLES_FOR_EXACT_RANKS else _by_histogram(keys)
 
 
 def _ordered_keys(score: npt.NDArray[np.floating]) -> npt.NDArray[np.uint32]:

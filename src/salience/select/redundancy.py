@@ -21,13 +21,15 @@ from salience.select.view import Verdict, View
 
 Floats = npt.NDArray[np.float32]
 
-SURROUNDINGS = 12
+SURROUNDING_NEIGHBOURS = 12
 """The distance to the neighbour of this rank stands for how far apart samples are hereabouts."""
+SEARCH_OPTIONS = ("ratio", "visits")
+"""Options of a plug-in that needs copies which set how `CopySearch` finds them."""
 COMPARED_PER_VISIT = 70
 """Pairs of vectors that may be compared for each visit of a sample: 6 ns each, 0.4 microseconds together."""
 
 
-@card(exact=False)
+@card(needs=("copies",), exact=False)
 def redundancy(view: View, *, ratio: float = 0.78, visits: float = 6.0, full: bool = True) -> Verdict:
     """Leaves out all but one of each group of near-copies; which one is visited changes from window to window.
 
@@ -57,11 +59,11 @@ def near_copies(embeddings: Embeddings, label: npt.NDArray[np.int32], *, ratio: 
     """
     z = in_units_of_scatter(embeddings)
     known = np.flatnonzero(embeddings.visits > 0)
-    distance, where = nearest(z[known], SURROUNDINGS)
+    distance, where = nearest(z[known], SURROUNDING_NEIGHBOURS)
     ratio = min(ratio, by_chance(distance))
     around = distance[:, -1]
     around = np.where(np.isfinite(around), around, 0)
-    rows, columns = np.repeat(np.arange(len(known)), SURROUNDINGS - 1), where[:, :-1].ravel()
+    rows, columns = np.repeat(np.arange(len(known)), SURROUNDING_NEIGHBOURS - 1), where[:, :-1].ravel()
     apart = distance[:, :-1].ravel()
     close = (columns >= 0) & (apart < ratio * np.minimum(around[rows], around[columns]))
     close |= (columns >= 0) & (apart <= 0.25 * np.median(around))  # in groups that fill their own surroundings

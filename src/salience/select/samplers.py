@@ -11,7 +11,7 @@ from salience.select.view import Bools, Candidates, Draw, Floats, Ids
 
 Rng = np.random.Generator
 
-OVERDUE = 4
+OVERDUE_WINDOWS = 4
 """Windows after which a sample comes first where samples are drawn at random."""
 
 
@@ -86,7 +86,7 @@ def unsure(
         candidates.noise > 0 or certainty(view.label, view.vote, view.vote_p, view.confidence) > certain
     )
     if doubtful:
-        overdue = (view.age[candidates.ids] >= OVERDUE).astype(np.float32)
+        overdue = (view.age[candidates.ids] >= OVERDUE_WINDOWS).astype(np.float32)
         return Draw(positions=np.flatnonzero(top(overdue + rng.random(len(candidates), dtype=np.float32), budget)))
     raw = np.nan_to_num(candidates.raw, nan=1.0)
     inclusion = inclusion_probabilities(np.maximum(raw, floor) ** power, budget)

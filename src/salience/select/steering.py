@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from salience import events
-from salience.curves import FLOOR, History, own_noise
+from salience.curves import MIN_SPREAD, History, own_noise
 from salience.errors import ConfigError
 
-NOTCHES = (1.0, 0.8, 0.65, 0.5, 0.4, 0.33, 0.25)
-WIDTH = 2.0
+KEEP_SHARES = (1.0, 0.8, 0.65, 0.5, 0.4, 0.33, 0.25)
+BAND_WIDTH = 2.0
 """The band begins this many spreads below the baseline's mean; a metric above the mean is always inside."""
-PATIENCE = 2
+RESULTS_BEFORE_LESS = 2
 """Results in a row inside the band before less is kept. One outside is enough for more."""
 
 Paths = str | Path | Sequence[str | Path]
@@ -36,7 +36,7 @@ class Band:
 
     @property
     def low(self) -> float:
-        return self.mean - WIDTH * self.spread
+        return self.mean - BAND_WIDTH * self.spread
 
 
 def read_histories(paths: Paths) -> list[History]:
@@ -67,25 +67,25 @@ def _read(path: Path) -> History:
 def band(histories: Sequence[History], progress: float) -> Band | None:
     """Mean and spread of the baseline's metric at this progress, interpolated; None where it begins later.
 
-    Spread: the standard deviation between runs; of a single run, that of its own noise. At least FLOOR.
+    Spread: the standard deviation between runs; of a single run, that of its own noise. At least MIN_SPREAD.
     """
     there = [h for h in histories if h.progress[0] <= progress]
     if not there:
         return None
     at = [float(np.interp(progress, h.progress, h.metric)) for h in there]
     spread = float(np.std(at, ddof=1)) if len(at) > 1 else own_noise(there[0])
-    floor = FLOOR * max(float(np.abs(h.metric).max()) for h in there)
+    floor = MIN_SPREAD * max(float(np.abs(h.metric).max()) for h in there)
     return Band(mean=float(np.mean(at)), spread=max(spread, floor))
 
 
 def less(share: float) -> float:
     """The next notch below; the lowest one stays."""
-    return max((notch for notch in NOTCHES if notch < share), default=share)
+    return max((notch for notch in KEEP_SHARES if notch < share), default=share)
 
 
 def more(share: float) -> float:
     """The next notch above; everything stays everything."""
-    return min((notch for notch in NOTCHES if notch > share), default=share)
+    return min((notch for notch in KEEP_SHARES if notch > share), default=share)
 
 
 class Steering:
@@ -114,8 +114,9 @@ class Steering:
         self._inside = self._inside + 1 if inside else 0
         if not inside:
             self.share, reason = more(before), f"under the band of the baseline, {found.low:.4g} and up"
-        elif self._inside >= PATIENCE:
-            self.share, reason = less(before), f"{PATIENCE} results in the band of the baseline, {found.low:.4g} and up"
+        elif self._inside >= RESULTS_BEFORE_LESS:
+            self.share = less(before)
+            reason = f"{RESULTS_BEFORE_LESS} results in the band of the baseline, {found.low:.4g} and up"
         else:
             return None
         self._inside = 0

@@ -13,8 +13,8 @@ from salience.config import SelectConfig
 from salience.curves import Shorter, shorter
 from salience.events import Findings
 from salience.ledger import Ledger
-from salience.ledger.ledger import SMOOTHING
-from salience.select.findings import SHOWN, Study, study
+from salience.ledger.ledger import LOSS_SMOOTHING
+from salience.select.findings import SAMPLES_SHOWN, Study, study
 from salience.select.noise import Judgement
 from salience.select.pipeline import Pipeline
 from salience.select.view import Reference
@@ -59,7 +59,7 @@ def summarise(
         "class_count": found.class_count,
         "hardest": [_sample(ledger, int(i)) for i in hardest],
         "never_learnt": len(never),
-        "never_learnt_samples": [_sample(ledger, int(i)) for i in never[:SHOWN]],
+        "never_learnt_samples": [_sample(ledger, int(i)) for i in never[:SAMPLES_SHOWN]],
         "suspects": _suspects(ledger, found),
         "forgotten": int((ledger.forgotten > 0).sum()) if classified.any() else None,
         "forecast": forecast(
@@ -142,8 +142,8 @@ def _suspects(ledger: Ledger, found: Findings) -> dict[str, Any] | None:
 
 
 def _top(score: np.ndarray, available: int) -> np.ndarray:
-    """Positions of the SHOWN largest, largest first."""
-    count = min(SHOWN, available)
+    """Positions of the SAMPLES_SHOWN largest, largest first."""
+    count = min(SAMPLES_SHOWN, available)
     if count == 0:
         return np.empty(0, dtype=np.int64)
     best = np.argpartition(-score, count - 1)[:count]
@@ -177,5 +177,5 @@ def training_fall(
     fall = float(step.mean())
     if fall <= 2 * float(step.std(ddof=1)) / np.sqrt(len(step)):
         return None
-    fall *= SMOOTHING / (1 - SMOOTHING) * visits / 5
+    fall *= LOSS_SMOOTHING / (1 - LOSS_SMOOTHING) * visits / 5
     return fall / (float(last_loss[known].mean()) + fall)

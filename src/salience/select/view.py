@@ -139,8 +139,6 @@ class Verdict:
     """On the loss weight of a sample that is visited, float32 [n]; 0 = looked at, not learnt from. The mean weight stays."""
     noise: float | None = None
     """Estimated share of wrong labels; NaN where it is still to be estimated, None where the filter has no opinion."""
-    share: float | None = None
-    """The window visits at least this share of the samples, where the life-cycle curve grants less."""
     reason: str = ""
 
 

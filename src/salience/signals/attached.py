@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from salience.errors import ConfigError
 from salience.signals.features import features_of
-from salience.signals.ghost import STEP, Extent, Layer, Size, choose, size_of, squared_norms
+from salience.signals.ghost import STEP_OVER_FORWARD, Extent, Layer, Size, choose, size_of, squared_norms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,14 +66,14 @@ class _Call:
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Step:
+class BackwardStep:
     """One batch on its way through the model.
 
     Only the hooks in its autograd graph hold it, so that it is gone with the graph when no backward pass comes; the first
     gradient of the losses puts it on the list of what is done.
     """
 
-    done: list[Step]
+    done: list[BackwardStep]
     calls: dict[str, list[_Call]] = field(default_factory=dict[str, list[_Call]])
     features: Tensor | None = None
     ids: npt.NDArray[np.int64] | None = None
@@ -151,8 +151,8 @@ class Attached:
         """Batches delivered whose losses have not come: more than one where a loop fetches ahead."""
         self._counts = False
         """Whether norms are made in this step."""
-        self._step: Step | None = None
-        self._done: list[Step] = []
+        self._step: BackwardStep | None = None
+        self._done: list[BackwardStep] = []
         self._seen: Tensor | None = None
         """What the last Linear was given."""
         self._hooks = {
@@ -177,7 +177,7 @@ class Attached:
         self._open()
 
     def _open(self) -> None:
-        self._step = Step(self._done) if self._waiting and (self._counts or self._features) else None
+        self._step = BackwardStep(self._done) if self._waiting and (self._counts or self._features) else None
 
     def forwarded(self, name: str, module: nn.Module, given: tuple[Any, ...], gave: Any) -> None:
         """A layer ran."""
@@ -219,7 +219,7 @@ class Attached:
         losses.register_hook(step.reached_losses)
         return choice
 
-    def take(self) -> list[Step]:
+    def take(self) -> list[BackwardStep]:
         """The batches whose backward pass has run since this was called last."""
         done = self._done.copy()
         self._done.clear()  # steps under way share the list
@@ -241,7 +241,7 @@ class Attached:
         self._chosen = frozenset(layers or calls)
         if not self._features:
             _remove({name: hook for name, hook in self._hooks.items() if name not in self._chosen})
-        step = STEP * sum(size.forward for size in sizes.values())
+        step = STEP_OVER_FORWARD * sum(size.forward for size in sizes.values())
         return Choice(
             grad_norm=self._extent if sizes else "output",
             layers=layers,

@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-WIDTH = 128
+FEATURE_WIDTH = 128
 
 
 def features_of(given: Tensor) -> Tensor:
-    """float32 [B, WIDTH] of norm 1, from the input [B, ..., D] of a layer: the mean over its middle axes.
+    """float32 [B, FEATURE_WIDTH] of norm 1, from the input [B, ..., D] of a layer: the mean over its middle axes.
 
-    Wider ones are projected by a fixed Gaussian matrix, which keeps angles up to about 1 / sqrt(WIDTH) (Johnson
+    Wider ones are projected by a fixed Gaussian matrix, which keeps angles up to about 1 / sqrt(FEATURE_WIDTH) (Johnson
     and Lindenstrauss 1984); narrower ones are filled up with zeros.
     """
     with torch.no_grad(), torch.autocast(given.device.type, enabled=False):
@@ -22,7 +22,7 @@ def features_of(given: Tensor) -> Tensor:
         if x.dim() > 2:
             x = x.flatten(1, -2).mean(1)
         width = x.shape[1]
-        x = F.pad(x, (0, WIDTH - width)) if width <= WIDTH else x @ _projection(width, x.device)
+        x = F.pad(x, (0, FEATURE_WIDTH - width)) if width <= FEATURE_WIDTH else x @ _projection(width, x.device)
         return F.normalize(x, dim=1)
 
 
@@ -30,4 +30,4 @@ def features_of(given: Tensor) -> Tensor:
 def _projection(width: int, device: torch.device) -> Tensor:
     """The same for every run, rank and device."""
     generator = torch.Generator().manual_seed(width)
-    return (torch.randn(width, WIDTH, generator=generator) / WIDTH**0.5).to(device)
+    return (torch.randn(width, FEATURE_WIDTH, generator=generator) / FEATURE_WIDTH**0.5).to(device)

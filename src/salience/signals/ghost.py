@@ -26,13 +26,13 @@ from torch import Tensor, nn
 Layer = nn.Linear | nn.Conv2d
 Extent = Literal["auto", "all", "last"]
 
-SHARE = 0.1
+MAX_SHARE_OF_STEP = 0.1
 """Of a step's operations that "auto" may spend."""
-STEP = 3
+STEP_OVER_FORWARD = 3
 """Operations of a training step over those of its forward pass: the gradients of inputs and of weights cost one each."""
-MOVE = 64
+MULTIPLICATIONS_PER_COPY = 64
 """Multiplications that take as long as copying one number into a patch (measured on one core)."""
-ROOM = 1 << 24
+MAX_NUMBERS_HELD = 1 << 24
 """Numbers held at once while norms are made; larger batches go through in parts."""
 
 
@@ -57,7 +57,7 @@ class Size:
     def norm(self) -> int:
         """Operations of the norm."""
         gram, direct = _operations(self.positions, self.inputs, self.outputs)
-        return self.groups * min(gram, direct) + MOVE * self.copied
+        return self.groups * min(gram, direct) + MULTIPLICATIONS_PER_COPY * self.copied
 
     @property
     def held(self) -> int:
@@ -88,12 +88,15 @@ def size_of(layer: Layer, given: Sequence[int], gave: Sequence[int]) -> Size:
 def choose(sizes: Mapping[str, Size], extent: Extent) -> tuple[str, ...]:
     """Layers to take, given all in the order in which they run.
 
-    "all" of them, the "last" one, or for "auto" from the end backwards while their norms stay within `SHARE` of the step.
+    "all" takes all of them, "last" the last one, and "auto" goes from the end backwards while the norms cost at most
+    `MAX_SHARE_OF_STEP` of the step.
     """
     names = list(sizes)
     if extent == "all":
         return tuple(names)
-    budget = SHARE * STEP * sum(size.forward for size in sizes.values()) if extent == "auto" else 0
+    budget = (
+        MAX_SHARE_OF_STEP * STEP_OVER_FORWARD * sum(size.forward for size in sizes.values()) if extent == "auto" else 0
+    )
     first, spent = len(names) - 1, sizes[names[-1]].norm
     while first > 0 and (spent := spent + sizes[names[first - 1]].norm) <= budget:
         first -= 1
@@ -113,7 +116,7 @@ def squared_norms(layer: Layer, calls: Sequence[tuple[Tensor, Tensor]]) -> Tenso
     a, g = calls[0]
     if a.dim() == 2 and len(calls) == 1:  # as below, in as few operations as can be: many such layers are small
         return _squares(g) * (_trains(layer, "weight") * _squares(a) + _trains(layer, "bias"))
-    part = max(1, ROOM // size_of(layer, a.shape, g.shape).held // len(calls))
+    part = max(1, MAX_NUMBERS_HELD // size_of(layer, a.shape, g.shape).held // len(calls))
     if part >= len(a):
         return _squared_norms(layer, calls)
     parts = zip(*(zip(a.split(part), g.split(part), strict=True) for a, g in calls), strict=True)

@@ -32,13 +32,13 @@ from salience.memory import Memory, fence
 
 Ids = npt.NDArray[np.int64]
 
-SHARE = 0.25
+MAX_REFRESH_SHARE = 0.25
 """Of the samples not picked in a window, scored in it at the most: the refresh set."""
-PATIENCE = 300.0
+SECONDS_WITHOUT_SCORE = 300.0
 """Seconds without a single score after which the scorer is given up."""
 
 
-def stalest(picked: Ids, last_seen: npt.NDArray[np.int32], *, share: float = SHARE) -> Ids:
+def stalest(picked: Ids, last_seen: npt.NDArray[np.int32], *, share: float = MAX_REFRESH_SHARE) -> Ids:
     """The `share` of the samples that are not `picked` which nobody has looked at for longest, longest first, int64."""
     rest = np.ones(len(last_seen), dtype=bool)
     rest[picked] = False
@@ -107,11 +107,11 @@ class Scorer:
         n: int,
         batch_size: int,
         device: torch.device | str = "cpu",
-        patience: float = PATIENCE,
+        patience: float = SECONDS_WITHOUT_SCORE,
     ) -> None:
-        """`data` gives the samples of an Order at once, `collate` makes a Tagged of them (`salience.batches`)."""
+        """`data` gives the samples of an Order at once, `collate` makes a BatchEnvelope of them (`salience.batches`)."""
         self._tensors = _tensors(model)
-        self._board = _Board(sum(map(_room, self._tensors)), math.ceil(SHARE * n))
+        self._board = _Board(sum(map(_room, self._tensors)), math.ceil(MAX_REFRESH_SHARE * n))
         self._places = self._board.places(self._tensors)
         self._asked = 0
         self._ids: Ids = np.empty(0, dtype=np.int64)

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, get_worker_info
 from salience.errors import DataError, SalienceError
 from salience.feed.dataset import SourceDataset, substitute
 from salience.feed.reads import Broken, Counts
-from salience.plan import FRESH, LEVEL, REUSED, VIEW
+from salience.plan import FRESH, LEVEL_MASK, REUSED, VIEW_SHIFT
 from salience.treat.seeding import FETCH, PREFIX, REST, own_globals, sample_seeds, seed_globals
 from salience.treat.slots import Slots
 from salience.treat.stages import Runner, Stage, joined, parts
@@ -27,7 +27,7 @@ class Treatment(NamedTuple):
 
     window: int
     level: npt.NDArray[np.uint8]
-    born: npt.NDArray[np.int32]
+    created: npt.NDArray[np.int32]
     """Window whose draws the stages before the split have."""
     slot: npt.NDArray[np.int64]
     strength: npt.NDArray[np.float32]
@@ -46,7 +46,7 @@ class Treatment(NamedTuple):
         return cls(window, zeros.astype(np.uint8), np.full(count, window, np.int32), zeros, np.ones(count, np.float32))
 
 
-class Clock:
+class StageTimes:
     """Seconds and calls of reading, of each stage, and of keeping and taking up intermediates, [stages + 2]."""
 
     def __init__(self, stages: int) -> None:
@@ -57,11 +57,11 @@ class Clock:
         self.calls[part] += calls
 
 
-class Note(NamedTuple):
+class BatchReport(NamedTuple):
     """What there is to tell about a batch."""
 
     seconds: Floats
-    """As a Clock has them."""
+    """As a StageTimes has them."""
     calls: npt.NDArray[np.int64]
     cost_us: npt.NDArray[np.float32]
     """Of each sample that was read and ran through every stage, else NaN, [B]."""
@@ -75,20 +75,20 @@ class Note(NamedTuple):
     """What was asked of a Source."""
 
 
-class Made(NamedTuple):
+class StagedBatch(NamedTuple):
     """A collated batch and its note."""
 
     batch: Any
-    note: Note
+    report: BatchReport
 
 
 class Treated(list[Any]):
     """The samples of one batch, and what there is to tell about them."""
 
-    note: Note
+    report: BatchReport
 
 
-class Staged(Dataset[Any]):
+class StagedDataset(Dataset[Any]):
     """The data set with stages behind it, asked for a whole order at once. It holds nothing that changes with the window."""
 
     takes_orders = True
@@ -121,20 +121,20 @@ class Staged(Dataset[Any]):
             return self._taken(ids, order.ticket, treatment)
 
     def _taken(self, ids: list[int], ticket: int, how: Treatment) -> Treated:
-        clock, array = Clock(len(self.stages)), np.asarray(ids, dtype=np.int64)
-        found = self._taken_up(ids, how, clock)
+        times, array = StageTimes(len(self.stages)), np.asarray(ids, dtype=np.int64)
+        found = self._taken_up(ids, how, times)
         wanted = [k for k in range(len(ids)) if k not in found]
         reading = sample_seeds(self._seed, how.window, array[wanted], FETCH).tolist() if how.seed_reads else None
         begin = perf_counter()
-        reused = (how.level[wanted] & LEVEL) == REUSED
+        reused = (how.level[wanted] & LEVEL_MASK) == REUSED
         samples, counts = self.read([ids[k] for k in wanted], ticket, reading, (reused & how.unread).tolist())
         per_read = (perf_counter() - begin) / max(1, len(wanted))
-        clock.add(0, per_read * len(wanted), len(wanted))
+        times.add(0, per_read * len(wanted), len(wanted))
         read = dict(zip(wanted, samples, strict=True))
         first_seeds: list[int] = []
         if how.split:
-            first_seeds = sample_seeds(self._seed, how.born, array, PREFIX).tolist()
-        seeds = sample_seeds(self._seed, how.window, array, how.level >> VIEW, REST).tolist()
+            first_seeds = sample_seeds(self._seed, how.created, array, PREFIX).tolist()
+        seeds = sample_seeds(self._seed, how.window, array, how.level >> VIEW_SHIFT, REST).tolist()
         cost = np.full(len(ids), np.nan, dtype=np.float32)
         unfit = 0
         out: list[Any] = []
@@ -148,10 +148,10 @@ class Staged(Dataset[Any]):
                 if how.split:
                     if self._draws[how.split]:
                         seed_globals(first_seeds[k])
-                    value = self.through(value, 0, how.split, strength, first_seeds[k], clock)
-                unfit += not self._kept(k, ids[k], value, rest, how, clock)
+                    value = self.through(value, 0, how.split, strength, first_seeds[k], times)
+                unfit += not self._kept(k, ids[k], value, rest, how, times)
             seed_globals(seeds[k])
-            out.append(self.through(value, how.split, len(self.stages), strength, seeds[k], clock))
+            out.append(self.through(value, how.split, len(self.stages), strength, seeds[k], times))
             rests.append(rest)
             if k not in found and not isinstance(out[k], Broken):
                 cost[k] = 1e6 * (per_read + perf_counter() - start)
@@ -159,34 +159,34 @@ class Staged(Dataset[Any]):
         self._stand_in(ids, out, broken)
         treated = Treated(joined(value, rest) for value, rest in zip(out, rests, strict=True))
         missed = int(np.count_nonzero(reused))
-        treated.note = Note(clock.seconds, clock.calls, cost, missed, unfit, broken, counts)
+        treated.report = BatchReport(times.seconds, times.calls, cost, missed, unfit, broken, counts)
         return treated
 
-    def _taken_up(self, ids: list[int], how: Treatment, clock: Clock) -> dict[int, tuple[Any, Any]]:
+    def _taken_up(self, ids: list[int], how: Treatment, times: StageTimes) -> dict[int, tuple[Any, Any]]:
         """Position -> intermediate and the rest of the sample, of those that are reused and are there."""
         found: dict[int, tuple[Any, Any]] = {}
         if self.slots is None or not how.size:
             return found
         begin = perf_counter()
-        for k in np.flatnonzero((how.level & LEVEL) == REUSED).tolist():
-            got = self.slots.get(int(how.slot[k]), how.size, ids[k], int(how.born[k]))
+        for k in np.flatnonzero((how.level & LEVEL_MASK) == REUSED).tolist():
+            got = self.slots.get(int(how.slot[k]), how.size, ids[k], int(how.created[k]))
             if got is not None:
                 found[k] = got[0]
-        clock.add(-1, perf_counter() - begin, len(found))
+        times.add(-1, perf_counter() - begin, len(found))
         return found
 
-    def _kept(self, k: int, i: int, value: Any, rest: Any, how: Treatment, clock: Clock) -> bool:
+    def _kept(self, k: int, i: int, value: Any, rest: Any, how: Treatment, times: StageTimes) -> bool:
         """Keep the intermediate where the plan says so; False where that cannot be done."""
-        if self.slots is None or not how.size or how.level[k] & LEVEL == FRESH or isinstance(value, Broken):
+        if self.slots is None or not how.size or how.level[k] & LEVEL_MASK == FRESH or isinstance(value, Broken):
             return True
         begin = perf_counter()
         stored = value, None if rest is None else joined(None, rest)
-        kept = self.slots.put(int(how.slot[k]), how.size, i, int(how.born[k]), stored)
-        clock.add(-1, perf_counter() - begin, 0)
+        kept = self.slots.put(int(how.slot[k]), how.size, i, int(how.created[k]), stored)
+        times.add(-1, perf_counter() - begin, 0)
         return kept
 
     def through(
-        self, value: Any, start: int, stop: int, strength: float = 1.0, seed: int = 1, clock: Clock | None = None
+        self, value: Any, start: int, stop: int, strength: float = 1.0, seed: int = 1, times: StageTimes | None = None
     ) -> Any:
         """The value after stages `start` to `stop`, or a Broken that names the one that failed."""
         if isinstance(value, Broken):
@@ -199,8 +199,8 @@ class Staged(Dataset[Any]):
                 raise
             except Exception as error:  # a stage fed with rubbish may raise anything
                 return Broken(f"stage {self._run[k].label!r} failed on it ({type(error).__name__}: {str(error)[:200]})")
-            if clock is not None:
-                clock.add(k + 1, perf_counter() - begin)
+            if times is not None:
+                times.add(k + 1, perf_counter() - begin)
         return value
 
     def read(
@@ -256,9 +256,9 @@ class TreatCollate:
     def __init__(self, collate: Callable[[Any], Any], last: str) -> None:
         self.collate, self._last = collate, last
 
-    def __call__(self, samples: Treated) -> Made:
+    def __call__(self, samples: Treated) -> StagedBatch:
         try:
-            return Made(self.collate(samples), samples.note)
+            return StagedBatch(self.collate(samples), samples.report)
         except Exception as cause:
             shapes = {
                 tuple(getattr(parts(sample)[0], "shape", ())): k for k, sample in reversed(list(enumerate(samples)))

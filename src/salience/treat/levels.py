@@ -11,8 +11,8 @@ import numpy.typing as npt
 from salience.plan import FRESH, REUSED, STORED
 
 Ids = npt.NDArray[np.int64]
-IDLE = 4
-"""An intermediate that was made more than IDLE * r_max windows ago and is not wanted now gives its slot up."""
+MAX_IDLE_ROUNDS = 4
+"""An intermediate that was made more than MAX_IDLE_ROUNDS * r_max windows ago and is not wanted now gives its slot up."""
 
 
 def reuse_factor(importance: npt.NDArray[Any], r_max: int) -> npt.NDArray[np.uint8]:
@@ -25,44 +25,44 @@ def reuse_factor(importance: npt.NDArray[Any], r_max: int) -> npt.NDArray[np.uin
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Shelf:
+class ReuseTable:
     """Which sample has an intermediate, where, and how often it was used."""
 
     slot: npt.NDArray[np.int32]
     """int32 [n]; -1 = none."""
-    born: npt.NDArray[np.int32]
+    created: npt.NDArray[np.int32]
     """Window whose draws are in it, int32 [n]; -1 = there never was one."""
     uses: npt.NDArray[np.uint8]
     """Visits made of it, the one that made it included, uint8 [n]."""
 
     @classmethod
-    def empty(cls, n: int) -> Shelf:
+    def empty(cls, n: int) -> ReuseTable:
         none = np.full(n, -1, dtype=np.int32)
-        return cls(slot=none, born=none.copy(), uses=np.zeros(n, dtype=np.uint8))
+        return cls(slot=none, created=none.copy(), uses=np.zeros(n, dtype=np.uint8))
 
 
-def shelve(
+def assign_slots(
     ids: Ids,
     factor: npt.NDArray[np.uint8],
-    shelf: Shelf,
+    table: ReuseTable,
     *,
     slots: int,
     window: int,
     r_max: int,
     rng: np.random.Generator,
-) -> tuple[npt.NDArray[np.uint8], Shelf]:
-    """Treatment level of each planned sample, uint8 [len(ids)], and the shelf as the window leaves it.
+) -> tuple[npt.NDArray[np.uint8], ReuseTable]:
+    """Treatment level of each planned sample, uint8 [len(ids)], and the reuse table at the end of the window.
 
     A sample whose intermediate was used less than factor[id] times takes it up. All others are made fresh; those that may be
     used again get the slots there are, the highest factor first and by lot among equals. The first intermediate of a sample
     counts as used by lot, so that about as many are made again in each window (round-robin) instead of all in the same one.
     """
-    slot, born, uses = shelf.slot.copy(), shelf.born.copy(), shelf.uses.copy()
+    slot, created, uses = table.slot.copy(), table.created.copy(), table.uses.copy()
     again = (slot[ids] >= 0) & (uses[ids] < factor[ids])
     uses[ids[again]] += 1
     made = ids[~again]
     slot[made] = -1
-    idle = (slot >= 0) & (born < window - IDLE * r_max)
+    idle = (slot >= 0) & (created < window - MAX_IDLE_ROUNDS * r_max)
     idle[ids[again]] = False
     slot[idle] = -1
     taken = np.zeros(slots, dtype=bool)
@@ -72,19 +72,19 @@ def shelve(
     order = np.lexsort((rng.random(len(wanting)), -factor[wanting].astype(np.int16)))
     kept = wanting[order[: len(free)]]
     slot[kept] = free[: len(kept)]
-    first = born[kept] < 0
+    first = created[kept] < 0
     uses[kept] = np.where(first, 1 + (rng.random(len(kept)) * factor[kept]).astype(np.uint8), 1)
-    born[kept] = window
+    created[kept] = window
     level = np.full(len(ids), FRESH, dtype=np.uint8)
     level[again] = REUSED
     stored = np.zeros(len(slot), dtype=bool)
     stored[kept] = True
     level[stored[ids]] = STORED
-    return level, Shelf(slot=slot, born=born, uses=uses)
+    return level, ReuseTable(slot=slot, created=created, uses=uses)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Split:
+class SplitPoint:
     """Where the intermediate lies: after the first `stages` stages, in slots of `size` bytes."""
 
     stages: int

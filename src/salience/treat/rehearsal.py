@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader, Dataset
 from salience.errors import DataError
 from salience.feed.reads import Broken
 from salience.memory import Memory
-from salience.treat.dataset import Floats, Staged
+from salience.treat.dataset import Floats, StagedDataset
 from salience.treat.seeding import globals_state, own_globals, seed_globals
 from salience.treat.slots import Slots, stored_bytes, taken_apart
 from salience.treat.stages import joined, parts
 
-SAMPLES, PAIR = 8, 2
+SAMPLES_TRIED, SAMPLES_RUN_TWICE = 8, 2
 """Samples that are tried, and those of them that run twice."""
 
 
@@ -38,9 +38,9 @@ class Rehearsal(NamedTuple):
     """What was asked of a Source."""
 
 
-def rehearsed(staged: Staged, workers: int, options: dict[str, Any]) -> Rehearsal:
+def rehearsed(staged: StagedDataset, workers: int, options: dict[str, Any]) -> Rehearsal:
     """In a worker, where there are any: what a data set opens when it is first read must not be opened before a fork."""
-    ids = np.linspace(0, len(staged) - 1, min(SAMPLES, len(staged))).astype(np.int64)
+    ids = np.linspace(0, len(staged) - 1, min(SAMPLES_TRIED, len(staged))).astype(np.int64)
     taken = {
         name: options[name] for name in ("multiprocessing_context", "worker_init_fn", "timeout") if name in options
     }
@@ -58,7 +58,7 @@ def _as_it_is(found: Rehearsal) -> Rehearsal:
 class _Rehearsing(Dataset[Rehearsal]):
     """A rehearsal as a data set of one."""
 
-    def __init__(self, staged: Staged, ids: list[int]) -> None:
+    def __init__(self, staged: StagedDataset, ids: list[int]) -> None:
         self.staged, self.ids = staged, ids
 
     def __len__(self) -> int:
@@ -69,9 +69,9 @@ class _Rehearsing(Dataset[Rehearsal]):
             return rehearse(self.staged, self.ids)
 
 
-def rehearse(staged: Staged, ids: list[int]) -> Rehearsal:
+def rehearse(staged: StagedDataset, ids: list[int]) -> Rehearsal:
     """Run these samples; the global generators are left seeded."""
-    count, pair = len(staged.stages), min(PAIR, len(ids))
+    count, pair = len(staged.stages), min(SAMPLES_RUN_TWICE, len(ids))
     random, sizes = np.zeros(count + 1, dtype=bool), np.zeros(count, dtype=np.int64)
     keeping = np.zeros((len(ids), count))
     seed_globals(1)

@@ -21,9 +21,9 @@ from torch import Tensor
 from salience.memory import Memory, fence, node_memory
 from salience.ranks import Ranks
 
-HEADER = 32
+SLOT_HEADER_BYTES = 32
 """Bytes in front of each slot: sample + 1, window, bytes, nothing."""
-GRAIN = 64
+ALIGNMENT_BYTES = 64
 """Arrays begin at multiples of it."""
 
 
@@ -48,16 +48,16 @@ class Slots:
             return False
         pieces = [np.frombuffer(head, dtype=np.uint8), *buffers]
         starts, total = _laid_out([len(piece) for piece in pieces])
-        if HEADER + total > size:
+        if SLOT_HEADER_BYTES + total > size:
             return False
         at = slot * size
-        self._data[at : at + HEADER].view(np.int64)[0] = 0
+        self._data[at : at + SLOT_HEADER_BYTES].view(np.int64)[0] = 0
         fence()
         # Written by system calls: through the mapping each page would be a fault, which costs more than the bytes do.
         table = np.array([window, total, 0, len(pieces), *(len(piece) for piece in pieces)], dtype=np.int64)
         written = [
             (at + 8, table),
-            *((at + HEADER + start, piece) for start, piece in zip(starts, pieces, strict=True)),
+            *((at + SLOT_HEADER_BYTES + start, piece) for start, piece in zip(starts, pieces, strict=True)),
         ]
         try:
             if any(os.pwrite(self._memory.fd, part.data, place) != part.nbytes for place, part in written):
@@ -65,19 +65,19 @@ class Slots:
         except OSError:  # no memory left
             return False
         fence()
-        self._data[at : at + HEADER].view(np.int64)[0] = sample + 1
+        self._data[at : at + SLOT_HEADER_BYTES].view(np.int64)[0] = sample + 1
         return True
 
     def get(self, slot: int, size: int, sample: int, window: int) -> tuple[Any] | None:
         """A copy of what was put there for this sample in that window, in a tuple; None where it is not there."""
         place = self._data[slot * size : (slot + 1) * size]
-        header = place[:HEADER].view(np.int64)
+        header = place[:SLOT_HEADER_BYTES].view(np.int64)
         if header[0] != sample + 1:
             return None
         fence()
         if header[1] != window:
             return None
-        data = place[HEADER : HEADER + int(header[2])].copy()
+        data = place[SLOT_HEADER_BYTES : SLOT_HEADER_BYTES + int(header[2])].copy()
         fence()
         if header[0] != sample + 1 or header[1] != window:  # somebody began to write meanwhile
             return None
@@ -93,15 +93,15 @@ def _laid_out(lengths: list[int]) -> tuple[list[int], int]:
     starts: list[int] = []
     at = 8 * (len(lengths) + 1)
     for length in lengths:
-        at = -(-at // GRAIN) * GRAIN
+        at = -(-at // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         starts.append(at)
         at += length
     return starts, at
 
 
-def slots_of(group: Ranks | None, capacity: int) -> Slots:
+def slots_of(ranks: Ranks | None, capacity: int) -> Slots:
     """The slots of all ranks of this node."""
-    return Slots(node_memory(group, capacity))
+    return Slots(node_memory(ranks, capacity))
 
 
 class _Pickler(pickle.Pickler):
@@ -148,4 +148,4 @@ def taken_apart(value: Any) -> tuple[bytes, list[npt.NDArray[np.uint8]]]:
 def stored_bytes(value: Any) -> int:
     """Bytes of the slot that an intermediate needs."""
     head, buffers = taken_apart(value)
-    return HEADER + _laid_out([len(head), *map(len, buffers)])[1]
+    return SLOT_HEADER_BYTES + _laid_out([len(head), *map(len, buffers)])[1]

@@ -13,13 +13,13 @@ import torch
 from salience.errors import ConfigError, DataError, StateError
 from salience.feed.sizes import memory_bytes
 from salience.ledger.copies import Copies
-from salience.plan import FRESH, LEVEL, REUSED, STORED, VIEW, Plan, Shard
+from salience.plan import FRESH, LEVEL_MASK, REUSED, STORED, VIEW_SHIFT, Plan, Shard
 from salience.ranks import Ranks
 from salience.seeds import AUGMENT, generator
 from salience.treat.config import Treat
-from salience.treat.dataset import Clock, Note, Staged, Treatment
+from salience.treat.dataset import BatchReport, StagedDataset, StageTimes, Treatment
 from salience.treat.echo import echo, echo_slots, views_needed, views_of
-from salience.treat.levels import Shelf, Split, choose_split, reuse_factor, shelve
+from salience.treat.levels import ReuseTable, SplitPoint, assign_slots, choose_split, reuse_factor
 from salience.treat.rehearsal import Rehearsal, rehearsed
 from salience.treat.slots import slots_of
 from salience.treat.stages import Stage, takes_strength
@@ -29,27 +29,27 @@ class Treating:
     """The treatment of one run."""
 
     def __init__(
-        self, dataset: Any, stages: Sequence[Stage], config: Treat, *, seed: int, workers: int, group: Ranks | None
+        self, dataset: Any, stages: Sequence[Stage], config: Treat, *, seed: int, workers: int, ranks: Ranks | None
     ) -> None:
         self.config, self.stages = config, tuple(stages)
-        self.n, self._seed, self._workers, self._group = len(dataset), seed, workers, group
+        self.n, self._seed, self._workers, self._ranks = len(dataset), seed, workers, ranks
         if not stages:
             raise ConfigError("augment= is empty; pass a list of at least one stage, or leave it out.")
         memory = memory_bytes()
         if config.kind != "fresh" and memory is not None and config.bytes > memory:
             raise ConfigError(f"treat: memory is {config.bytes:,} bytes and this machine has {memory:,}; ask for less.")
-        slots = None if config.kind == "fresh" else slots_of(group, config.bytes)
-        self.staged = Staged(dataset, stages, seed=seed, strength=config.strength, slots=slots)
-        self.split: Split | None = None
+        slots = None if config.kind == "fresh" else slots_of(ranks, config.bytes)
+        self.staged = StagedDataset(dataset, stages, seed=seed, strength=config.strength, slots=slots)
+        self.split: SplitPoint | None = None
         self.kind = "fresh"
         """What the window in progress does."""
         self.views = 1
         """Views a sample in it, on average."""
-        self._shelf = Shelf.empty(self.n)
+        self._table = ReuseTable.empty(self.n)
         self._turn = np.full(self.n, -1, dtype=np.int32)
         """Window in which each was last read under echo."""
         self._found: Rehearsal | None = None
-        self._clock = Clock(len(stages))
+        self._times = StageTimes(len(stages))
         self.compute = [0.0, 0]
         """Seconds the loop took for its batches, and how many."""
         self._batch = 1
@@ -67,16 +67,16 @@ class Treating:
             np.zeros(count + 1), np.zeros(count, np.int64), np.zeros(count), np.zeros(count + 1, bool), {}
         )
         trouble: Exception | None = None
-        if self._group is None or self._group.rank == 0:
+        if self._ranks is None or self._ranks.rank == 0:
             try:
                 found = rehearsed(self.staged, self._workers, options)
             except Exception as error:
-                if self._group is None:
+                if self._ranks is None:
                     raise
                 trouble = error
-        if self._group is not None:  # everybody goes by what rank 0 saw
-            self._group.agree(trouble, DataError("The stages failed in the rehearsal on rank 0; its message says how."))
-            numbers = np.array(self._group.broadcast([*found.seconds, *found.sizes, *found.keeping, *found.random]))
+        if self._ranks is not None:  # everybody goes by what rank 0 saw
+            self._ranks.agree(trouble, DataError("The stages failed in the rehearsal on rank 0; its message says how."))
+            numbers = np.array(self._ranks.broadcast([*found.seconds, *found.sizes, *found.keeping, *found.random]))
             seconds, sizes, keeping, random = np.split(numbers, [count + 1, 2 * count + 1, 3 * count + 1])
             found = Rehearsal(seconds, sizes.astype(np.int64), keeping, random.astype(bool), found.counts)
         return self._understand(found), found.counts
@@ -104,7 +104,7 @@ class Treating:
         # Echo keeps few at a time, whatever the number of samples.
         n = 1 if self.config.kind == "echo" else self.n
         keeping = found.keeping if wanted is None else np.zeros(len(self.stages))
-        sizes = found.sizes + np.maximum(SLACK, found.sizes // 16)
+        sizes = found.sizes + np.maximum(MIN_SLOT_SLACK_BYTES, found.sizes // 16)
         sizes += -sizes % 64
         k = choose_split(found.seconds, keeping, sizes, allowed, memory=self.config.bytes, n=n)
         if k is None:
@@ -112,7 +112,7 @@ class Treating:
             reason = why if not allowed.any() else f"{little}, and {why}" if why else little
             return [*said, f"treat={self.config.kind!r} does nothing: {reason}."]
         size = int(sizes[k])
-        self.split = Split(stages=k, size=size, slots=min(self.config.bytes // size, self.n))
+        self.split = SplitPoint(stages=k, size=size, slots=min(self.config.bytes // size, self.n))
         return said
 
     def plan(self, plan: Plan, ranks: npt.NDArray[Any] | None, copies: Copies | None) -> Plan:
@@ -128,8 +128,8 @@ class Treating:
         if self.kind == "reuse":
             r_max = self.config.r_max
             factor = np.full(self.n, r_max, np.uint8) if ranks is None else reuse_factor(ranks, r_max)
-            level, self._shelf = shelve(
-                plan.ids, factor, self._shelf, slots=self.split.slots, window=plan.window, r_max=r_max, rng=rng
+            level, self._table = assign_slots(
+                plan.ids, factor, self._table, slots=self.split.slots, window=plan.window, r_max=r_max, rng=rng
             )
             return replace(plan, level=level)
         views = views_of(
@@ -145,7 +145,7 @@ class Treating:
         level = np.where(found.count == 1, FRESH, np.where(found.view == 0, STORED, REUSED)).astype(np.uint8)
         return replace(
             plan, ids=ids, weights=weights, importance=plan.importance[found.position].copy(),
-            level=level | (found.view << VIEW),
+            level=level | (found.view << VIEW_SHIFT),
         )  # fmt: skip
 
     def _choice(self) -> tuple[str, int]:
@@ -154,8 +154,8 @@ class Treating:
         if self.split is None or kind in ("fresh", "reuse"):
             return kind, 1
         assert self._found is not None
-        known = self._clock.calls[:-1] > 0
-        each = np.where(known, self._clock.seconds[:-1] / np.maximum(1, self._clock.calls[:-1]), self._found.seconds)
+        known = self._times.calls[:-1] > 0
+        each = np.where(known, self._times.seconds[:-1] / np.maximum(1, self._times.calls[:-1]), self._found.seconds)
         batch = each * self._batch / max(1, self._workers)
         saved, rest = batch[: self.split.stages + 1].sum(), batch[self.split.stages + 1 :].sum()
         compute = self.compute[0] / self.compute[1] if self.compute[1] else saved + rest
@@ -164,26 +164,26 @@ class Treating:
             kind = "fresh" if saved + rest <= compute else "echo" if reading else "reuse"
         if views == "auto":
             views = views_needed(saved, rest, compute)
-        if self._group is not None:
-            number, views = map(int, self._group.broadcast([KINDS.index(kind), views]))
+        if self._ranks is not None:
+            number, views = map(int, self._ranks.broadcast([KINDS.index(kind), views]))
             kind = KINDS[number]
         return kind, views if kind == "echo" else 1
 
     def unread(self, plan: Plan) -> npt.NDArray[np.bool_] | None:
         """Visits for which an intermediate should lie on this node, bool [visits]; None where there are none, or on several
         nodes, each of which has only those it made."""
-        if self.split is None or self.kind == "fresh" or (self._group is not None and self._group.several_nodes):
+        if self.split is None or self.kind == "fresh" or (self._ranks is not None and self._ranks.several_nodes):
             return None
-        return (plan.level & LEVEL) == REUSED
+        return (plan.level & LEVEL_MASK) == REUSED
 
     def treatment(self, shard: Shard) -> Callable[[slice], Treatment]:
         """What to tell workers of a batch, by its place in the plan."""
         plan = shard.plan
-        born = np.full(len(plan), plan.window, dtype=np.int32)
+        created = np.full(len(plan), plan.window, dtype=np.int32)
         slot = np.zeros(len(plan), dtype=np.int64)
         if self.kind == "reuse":
-            slot = self._shelf.slot[plan.ids].astype(np.int64)
-            born = np.where(slot >= 0, self._shelf.born[plan.ids], plan.window).astype(np.int32)
+            slot = self._table.slot[plan.ids].astype(np.int64)
+            created = np.where(slot >= 0, self._table.created[plan.ids], plan.window).astype(np.int32)
         elif self.kind == "echo" and self.split is not None:
             slot = echo_slots(plan.ids, plan.views, self.split.slots)
         split, size = (0, 0) if self.split is None else (self.split.stages, self.split.size)
@@ -192,7 +192,7 @@ class Treating:
 
         def of(span: slice) -> Treatment:
             return Treatment(
-                plan.window, plan.level[span], born[span], slot[span], plan.importance[span], split, size, seed_reads,
+                plan.window, plan.level[span], created[span], slot[span], plan.importance[span], split, size, seed_reads,
                 unread,
             )  # fmt: skip
 
@@ -203,22 +203,22 @@ class Treating:
         self.compute[0] += seconds
         self.compute[1] += 1
 
-    def take(self, ids: npt.NDArray[np.int64], level: npt.NDArray[np.uint8], note: Note) -> None:
+    def take(self, ids: npt.NDArray[np.int64], level: npt.NDArray[np.uint8], report: BatchReport) -> None:
         """Count what a worker has to tell of a batch."""
         np.add.at(self._visits, ids, 1)
-        np.add.at(self._fresh, ids, (level & LEVEL) != REUSED)
-        self._clock.seconds += note.seconds
-        self._clock.calls += note.calls
+        np.add.at(self._fresh, ids, (level & LEVEL_MASK) != REUSED)
+        self._times.seconds += report.seconds
+        self._times.calls += report.calls
         self._batch = len(level)
-        kinds = np.bincount(level & LEVEL, minlength=3)
-        for name, count in zip(COUNTS, (len(level), *kinds.tolist(), note.missed, note.unfit), strict=True):
+        kinds = np.bincount(level & LEVEL_MASK, minlength=3)
+        for name, count in zip(COUNTS, (len(level), *kinds.tolist(), report.missed, report.unfit), strict=True):
             self.counts[name] += count
 
     @property
     def costs(self) -> dict[str, float]:
         """Microseconds a call of reading, of each stage, and of an intermediate."""
         labels = "read", *(stage.label for stage in self.stages), "intermediate"
-        each = 1e6 * self._clock.seconds / np.maximum(1, self._clock.calls)
+        each = 1e6 * self._times.seconds / np.maximum(1, self._times.calls)
         return dict(zip(labels, np.round(each, 1).tolist(), strict=True))
 
     @property
@@ -227,8 +227,8 @@ class Treating:
         if self.split is None:
             return 0.0
         before = slice(0, self.split.stages + 1)
-        each = self._clock.seconds[before] / np.maximum(1, self._clock.calls[before])
-        return float(each.sum() * self._clock.calls[-1] - self._clock.seconds[-1])
+        each = self._times.seconds[before] / np.maximum(1, self._times.calls[before])
+        return float(each.sum() * self._times.calls[-1] - self._times.seconds[-1])
 
     @property
     def fresh_shares(self) -> tuple[float, float, float]:
@@ -257,11 +257,11 @@ class Treating:
             "stages": [stage.label for stage in self.stages],
             "kind": self.kind, "views": self.views, "compute": list(self.compute), "batch": self._batch,
             "split": None if self.split is None else [self.split.stages, self.split.size, self.split.slots],
-            "slot": torch.from_numpy(self._shelf.slot.copy()), "born": torch.from_numpy(self._shelf.born.copy()),
-            "uses": torch.from_numpy(self._shelf.uses.copy()), "turn": torch.from_numpy(self._turn.copy()),
+            "slot": torch.from_numpy(self._table.slot.copy()), "born": torch.from_numpy(self._table.created.copy()),
+            "uses": torch.from_numpy(self._table.uses.copy()), "turn": torch.from_numpy(self._turn.copy()),
             "found": None if found is None else [part.tolist() for part in found[:4]],
             "visits": torch.from_numpy(self._visits.copy()), "fresh": torch.from_numpy(self._fresh.copy()),
-            "seconds": self._clock.seconds.tolist(), "calls": self._clock.calls.tolist(), "counts": dict(self.counts),
+            "seconds": self._times.seconds.tolist(), "calls": self._times.calls.tolist(), "counts": dict(self.counts),
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -274,11 +274,11 @@ class Treating:
         self.split = None
         if state["split"] is not None:
             stages, size, slots = state["split"]
-            self.split = Split(stages=stages, size=size, slots=slots)
-        self._shelf = Shelf(slot=state["slot"].numpy(), born=state["born"].numpy(), uses=state["uses"].numpy())
+            self.split = SplitPoint(stages=stages, size=size, slots=slots)
+        self._table = ReuseTable(slot=state["slot"].numpy(), created=state["born"].numpy(), uses=state["uses"].numpy())
         self._turn = state["turn"].numpy().copy()
         self._visits[:], self._fresh[:] = state["visits"].numpy(), state["fresh"].numpy()
-        self._clock.seconds[:], self._clock.calls[:] = state["seconds"], state["calls"]
+        self._times.seconds[:], self._times.calls[:] = state["seconds"], state["calls"]
         if state["found"] is not None:
             seconds, sizes, keeping, random = map(np.array, state["found"])
             self._found = Rehearsal(seconds, sizes, keeping, random, {})
@@ -286,7 +286,7 @@ class Treating:
 
 KINDS = ("fresh", "reuse", "echo")
 COUNTS = ("visits", "fresh", "stored", "reused", "missed", "unfit")
-SLACK = 512
+MIN_SLOT_SLACK_BYTES = 512
 """Bytes of a slot beyond the largest intermediate that was seen, at least."""
 
 

@@ -1,6 +1,5 @@
 """Watch: where does the time go?"""
 
-from salience.watch.steps import Step, Steps
-from salience.watch.stopwatch import Stopwatch
+from salience.watch.steps import Step, Steps, Stopwatch
 
 __all__ = ["Step", "Steps", "Stopwatch"]

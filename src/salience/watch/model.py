@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-FINE, BOUND = 0.05, 0.20
+MAX_WAIT_WHEN_FINE, MIN_WAIT_WHEN_BOUND = 0.05, 0.20
 """Shares of a step spent waiting for input: below the first all is well, above the second the run is input-bound."""
-AHEAD = 0.5
+MAX_WORK_WHEN_AHEAD = 0.5
 """Workers that need less than this share of the loop's time are ahead of it: what wait is left is for handing batches over."""
-WORTH = 1.05
+MIN_SPEEDUP_TO_TRY = 1.05
 """Levers that promise less are not worth trying."""
-STEEPEST = 16.0
+MAX_STEEPNESS = 16.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +76,7 @@ class Ceiling:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class Bottleneck:
     """What holds the run back."""
 
     kind: str
@@ -95,12 +95,12 @@ def combined(d: float, c: float, g: float) -> float:
 
 
 def fitted(step: float, d: float, c: float) -> float:
-    """The g for which `combined` gives the measured step, by bisection between 1 (a sum) and STEEPEST (a maximum)."""
+    """The g for which `combined` gives the measured step, by bisection between 1 (a sum) and MAX_STEEPNESS (a maximum)."""
     if min(d, c) <= 0 or step >= d + c:
         return 1.0
-    if step <= combined(d, c, STEEPEST):
-        return STEEPEST
-    low, high = 1.0, STEEPEST
+    if step <= combined(d, c, MAX_STEEPNESS):
+        return MAX_STEEPNESS
+    low, high = 1.0, MAX_STEEPNESS
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if combined(d, c, middle) > step else (low, middle)
@@ -153,12 +153,12 @@ def more_workers(costs: Costs, cores: int) -> Lever | None:
     return Lever(name=f"num_workers={pace}", exact=True, saves=dict.fromkeys(costs.work, saved))
 
 
-def verdict(costs: Costs, ceilings: Sequence[Ceiling] = ()) -> Verdict:
+def find_bottleneck(costs: Costs, ceilings: Sequence[Ceiling] = ()) -> Bottleneck:
     """One sentence."""
     waiting = costs.waiting
     total = sum(costs.work.values())
-    ahead = costs.workers > 0 and 0 < total / costs.workers < AHEAD * costs.compute
-    kind = "compute" if waiting < FINE or ahead else "input" if waiting > BOUND else "mixed"
+    ahead = costs.workers > 0 and 0 < total / costs.workers < MAX_WORK_WHEN_AHEAD * costs.compute
+    kind = "compute" if waiting < MAX_WAIT_WHEN_FINE or ahead else "input" if waiting > MIN_WAIT_WHEN_BOUND else "mixed"
     cause, share = "the loader", 1.0
     if kind == "compute":
         cause = "backward" if costs.backward > costs.forward else "forward"
@@ -166,7 +166,7 @@ def verdict(costs: Costs, ceilings: Sequence[Ceiling] = ()) -> Verdict:
     elif total > 0:
         cause = max(costs.work, key=lambda name: costs.work[name])
         share = costs.work[cause] / total
-    worth = [c for c in ceilings if c.speedup >= WORTH]
+    worth = [c for c in ceilings if c.speedup >= MIN_SPEEDUP_TO_TRY]
     best = max(worth, key=lambda c: (c.lever.exact, c.speedup), default=None)
     head = {
         "input": f"Input-bound: the accelerator waits {waiting:.0%} of each step (utilisation {1 - waiting:.0%})",
@@ -174,15 +174,15 @@ def verdict(costs: Costs, ceilings: Sequence[Ceiling] = ()) -> Verdict:
         "compute": f"Compute-bound: the accelerator waits {waiting:.0%} of each step (utilisation {1 - waiting:.0%})",
     }[kind]
     why = f"; {cause} causes {share:.0%} of the wait" if kind != "compute" else ""
-    if kind == "compute" and waiting >= FINE:
+    if kind == "compute" and waiting >= MAX_WAIT_WHEN_FINE:
         why = "; workers are ahead, the wait is for handing batches over"
     gain = max(1.0, _ratio(costs.step, costs.compute)) if kind != "compute" else 1.0
     limit = f". Ceiling if input cost nothing: {gain:.2f}x" if kind != "compute" else ""
     advice = "" if best is None else f". Try: {best.lever.name} (at most {best.speedup:.2f}x)"
-    return Verdict(kind=kind, cause=cause, share=share, text=f"{head}{why}{limit}{advice}.")
+    return Bottleneck(kind=kind, cause=cause, share=share, text=f"{head}{why}{limit}{advice}.")
 
 
-def told(found: Verdict, costs: Costs | None, ceilings: Sequence[Ceiling] = ()) -> dict[str, Any]:
+def bottleneck_event(found: Bottleneck, costs: Costs | None, ceilings: Sequence[Ceiling] = ()) -> dict[str, Any]:
     """For the event log."""
     return {
         "bound": found.kind, "cause": found.cause, "share": found.share, "text": found.text,

@@ -16,7 +16,7 @@ from salience.watch.model import Costs
 from salience.watch.steps import Step, Steps
 
 T = TypeVar("T")
-WARM = 8
+WARMUP_STEPS = 8
 """First steps of a run, in which things warm up."""
 
 
@@ -70,7 +70,7 @@ class Probe:
 
     def costs(self, steps: Steps, workers: int) -> Costs | None:
         """Over the steps so far; None as long as there was no whole probe."""
-        settled = list(steps.steps)[WARM:-1]  # the last may not be over
+        settled = list(steps.steps)[WARMUP_STEPS:-1]  # the last may not be over
         if not self.inputs or not any(step.held for step in settled):
             return None
         return costs_of(settled, self.inputs, workers)

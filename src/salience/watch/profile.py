@@ -9,25 +9,25 @@ from dataclasses import asdict
 import torch
 
 from salience.events import BottleneckFound, LeverCeiling, MachineUse, StepCosts
-from salience.watch.model import WORTH, Costs, ceiling, levers, verdict
-from salience.watch.usage import Sample
+from salience.watch.model import MIN_SPEEDUP_TO_TRY, Costs, ceiling, find_bottleneck, levers
+from salience.watch.usage import UsageSample
 
-IDLE = 0.5
+IDLE_GPU_SHARE = 0.5
 """A GPU that is busy for less than this share of the time does not hold a loop back."""
 
 
 def profiled(
-    costs: Costs, *, cores: int, losses: bool, usage: Sequence[Sample] = (), missing: Sequence[str] = ()
+    costs: Costs, *, cores: int, losses: bool, usage: Sequence[UsageSample] = (), missing: Sequence[str] = ()
 ) -> BottleneckFound:
     """The verdict on measured costs; `losses` = the loop called `loss()`, `missing` = packages that are not installed."""
     found = [ceiling(costs, lever) for lever in levers(costs, cores=cores)]
     found.sort(key=lambda c: (not c.lever.exact, -c.speedup))
-    said = verdict(costs, found)
+    said = find_bottleneck(costs, found)
     notes: list[str] = []
     if not losses:
         notes.append("The script never calls loader.loss(), so forward and backward cannot be told apart.")
     busy = [max(sample.gpu) for sample in usage[len(usage) // 2 :] if sample.gpu]
-    if said.kind == "compute" and busy and sum(busy) / len(busy) < IDLE:
+    if said.kind == "compute" and busy and sum(busy) / len(busy) < IDLE_GPU_SHARE:
         notes.append(
             f"The GPU itself was busy only {sum(busy) / len(busy):.0%} of the time (NVML): Python and kernel launches hold the "
             "loop back. Larger batches, torch.compile or CUDA graphs would help more than any lever here."
@@ -48,7 +48,7 @@ def profiled(
         costs=StepCosts(**asdict(costs)),
         levers=tuple(
             LeverCeiling(
-                name=one.lever.name, exact=one.lever.exact, worth=one.speedup >= WORTH,
+                name=one.lever.name, exact=one.lever.exact, worth=one.speedup >= MIN_SPEEDUP_TO_TRY,
                 speedup=_finite(one.speedup), low=_finite(one.low), high=_finite(one.high),
             )
             for one in found

@@ -8,12 +8,36 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
-KEPT = 4096
+STEPS_KEPT = 4096
 """Steps that are remembered."""
+
+
+class Stopwatch:
+    """Adds up seconds by name: `with watch("plan"): ...`. Every part of a run reports its own seconds to one."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Generator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - begin)
+
+    def add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
 
 
 @dataclass(slots=True)
@@ -66,7 +90,7 @@ class Steps:
     """Records steps. A call costs a microsecond or two."""
 
     def __init__(self) -> None:
-        self.steps: deque[Step] = deque(maxlen=KEPT)
+        self.steps: deque[Step] = deque(maxlen=STEPS_KEPT)
         self.count = 0
         self.losses = False
         """Whether loss() was ever called."""
@@ -108,7 +132,7 @@ class Steps:
         """The batch is on the device; a copy that goes on beside the host takes the host no time."""
         self._copied = time.perf_counter()
 
-    def lost(self, device: torch.device) -> None:
+    def on_loss(self, device: torch.device) -> None:
         """`loss` was called, with losses on `device`."""
         self._lost = time.perf_counter()
         self.losses = True

@@ -9,11 +9,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-EVERY = 0.5
+SECONDS_BETWEEN_SAMPLES = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
+class UsageSample:
     """One look."""
 
     seconds: float
@@ -33,8 +33,8 @@ class Sample:
 class Usage:
     """Samples while a block runs: `with Usage() as usage: ...`; `usage.samples` is empty where psutil is missing."""
 
-    def __init__(self, every: float = EVERY) -> None:
-        self.samples: list[Sample] = []
+    def __init__(self, every: float = SECONDS_BETWEEN_SAMPLES) -> None:
+        self.samples: list[UsageSample] = []
         self.missing = [name for name in ("psutil", "pynvml") if importlib.util.find_spec(name) is None]
         """Packages that are not installed, and without which less is seen."""
         self._every = every
@@ -61,7 +61,7 @@ class Usage:
             now, traffic = time.monotonic(), _traffic(psutil)
             disk, network = ((a - b) / (now - then) for a, b in zip(traffic, before, strict=True))
             self.samples.append(
-                Sample(
+                UsageSample(
                     seconds=now - begin,
                     cpu=psutil.cpu_percent() / 100,
                     memory=psutil.virtual_memory().percent / 100,

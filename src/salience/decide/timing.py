@@ -8,18 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from salience.watch.model import Costs
-from salience.watch.probe import WARM, costs_of
+from salience.watch.probe import WARMUP_STEPS, costs_of
 from salience.watch.steps import Step
 
-DROPPED = 4
+DROPPED_STEPS = 4
 """First steps of a window whose computing does not count: something may just have been switched."""
-BLOCKS = 8
-LEAST = 4
+MAX_BLOCKS = 8
+MIN_STEPS = 4
 """Steps below which a window says nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
+class WindowTiming:
     """A whole window."""
 
     seconds: float
@@ -31,7 +31,7 @@ class Seen:
     costs: Costs | None
 
 
-def look(
+def measure_window(
     steps: Sequence[Step],
     *,
     batches: int,
@@ -42,7 +42,7 @@ def look(
     first: bool,
     restarts: bool,
     fills: bool = False,
-) -> Seen | None:
+) -> WindowTiming | None:
     """From the steps of a window of `batches`; None where they are too few.
 
     `lead`: seconds before the first. `inputs`: what probes measured. `ahead`: batches that are ready after a probe, whose waits
@@ -55,16 +55,16 @@ def look(
         ready = ahead if step.held else ready - 1
         if not step.held and ready < 0:
             natural.append(step)
-    dropped = min(WARM if first else DROPPED, len(natural) // 4)
+    dropped = min(WARMUP_STEPS if first else DROPPED_STEPS, len(natural) // 4)
     body = natural[dropped:]
-    if len(body) < LEAST:
+    if len(body) < MIN_STEPS:
         return None
     if fills:
         return _filling(natural, body, batches, lead, workers)
     each = np.array([step.wait + step.busy for step in body])
     waits = sum(step.wait for step in natural[:dropped]) - dropped * float(np.mean([step.wait for step in body]))
-    blocks = np.array_split(each, min(BLOCKS, len(each) // 2))
-    return Seen(
+    blocks = np.array_split(each, min(MAX_BLOCKS, len(each) // 2))
+    return WindowTiming(
         seconds=float(each.mean()) * batches + lead + (max(0.0, waits) if restarts else 0.0),
         step=float(each.mean()),
         blocks=tuple(float(block.mean()) for block in blocks),
@@ -72,7 +72,7 @@ def look(
     )
 
 
-def _filling(natural: Sequence[Step], body: Sequence[Step], batches: int, lead: float, workers: int) -> Seen:
+def _filling(natural: Sequence[Step], body: Sequence[Step], batches: int, lead: float, workers: int) -> WindowTiming:
     """Waits of all steps and computing of those behind the first; input alone is as slow as both together."""
     wait = float(np.mean([step.wait if step.idle is None else min(step.idle, step.wait) for step in natural]))
     forward, backward = np.mean([(step.forward, step.backward) for step in body], axis=0).tolist()
@@ -83,4 +83,4 @@ def _filling(natural: Sequence[Step], body: Sequence[Step], batches: int, lead: 
         work={name: float(np.mean([step.work.get(name, 0.0) for step in natural])) for name in names},
         forward=forward, backward=backward, workers=workers, steps=len(natural),
     )  # fmt: skip
-    return Seen(seconds=each * batches + lead, step=each, blocks=(each,), costs=costs)
+    return WindowTiming(seconds=each * batches + lead, step=each, blocks=(each,), costs=costs)
