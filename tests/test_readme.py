@@ -158,9 +158,20 @@ def test_commands_exist_with_their_options(where, words):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
-        if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+    for target, _, anchor in (link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())):
+        if "://" in target:
+            continue
+        place = page.parent / target if target else page
+        assert place.exists(), f"{page.name} links to {target}, which is not there"
+        assert not anchor or anchor in anchors(place), (
+            f"{page.name} links to {target}#{anchor}, which has no such heading"
+        )
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    heads = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", head).strip().lower().replace(" ", "-") for head in heads}
 
 
 @pytest.mark.parametrize("kind", list(BUILT_IN))
