@@ -316,7 +316,7 @@ def test_losses_that_do_not_fit_the_batch_are_refused(problem):
         loader.loss(torch.ones(32), None, y[:30])
     with pytest.raises(LossError, match=r"must be \[32, classes\]"):
         loader.loss(torch.ones(32), torch.ones(32), y)
-    with pytest.raises(LossError, match="not a batch of this window"):
+    with pytest.raises(LossError, match="not a batch that was delivered"):
         loader.loss(torch.ones(2), ids=torch.tensor([0, 1]))
 
 
@@ -344,7 +344,7 @@ def test_losses_that_are_not_finite_are_reported(problem):
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"shuffle": True}, "plan sets the order"),
+        ({"shuffle": False}, "plan sets the order"),
         ({"sampler": [1]}, "use select="),
         ({"batch_sampler": [[1]]}, "use batch_size= and select="),
         ({"num_worker": 1}, "Did you mean 'num_workers'"),

@@ -333,5 +333,5 @@ class Door:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict()` was taken: the next iteration delivers the rest of that window."""
-        self._iterators.serial += 1
         self._run.load_state_dict(state)
+        self._iterators.serial += 1

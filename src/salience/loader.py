@@ -124,7 +124,7 @@ class Loader(Door):
             window=window, generator=generator, ledger=ledger, reference=reference, baseline=baseline,
             embeddings=embeddings, trace=trace, log=log, sinks=sinks, strict=strict,
         )  # fmt: skip
-        chooser = Auto(auto, baseline, epochs=parts.setup.windows, policy=policy) if auto else None
+        chooser = Auto(auto, baseline, epochs=epochs, policy=policy) if auto else None
         self.dataset, self.with_ids, self.collate_fn = dataset, with_ids, collate_fn or default_collate
         self.generator = generator
         ranks, workers = parts.setup.ranks, dataloader.get("num_workers", 0)

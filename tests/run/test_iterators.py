@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 import salience
-from salience.errors import StateError
+from salience.errors import LossError, StateError
 
 N = 200
 
@@ -205,3 +205,112 @@ def test_a_selector_can_be_peeked_at_too():
         assert len(peeked) == len(weights) == 10
         seen += ids.tolist()
     assert len(seen) == len(set(seen)) == selector.visits
+
+
+def test_an_old_iterator_that_somebody_still_holds_is_named():
+    loader = salience.Loader(numbers(), 10, epochs=5)
+    held = iter(loader)
+    for _ in range(len(loader)):
+        feed_losses(loader, next(held)[0])
+    again = iter(loader)  # the last epoch has not been told that it is over
+    x, _ = next(again)
+    with pytest.raises(LossError, match="del it"):
+        feed_losses(loader, x)
+    del held, again
+    assert sum(1 for _ in loader) == N // 10
+    assert (loader.epoch, loader.visits) == (2, 2 * N)
+
+
+def test_after_a_resume_iterators_taken_before_do_not_count_as_in_use():
+    loader = salience.Loader(numbers(), 10, epochs=5)
+    state, it = loader.state_dict(), iter(loader)
+    next(it)
+    loader.load_state_dict(state)
+    assert sum(1 for _ in loader) == N // 10
+    assert (loader.epoch, loader.visits) == (1, N)
+
+
+def test_a_state_that_is_refused_leaves_the_iterator_in_use():
+    loader = salience.Loader(numbers(), 10, epochs=5)
+    it = iter(loader)
+    next(it)
+    with pytest.raises(StateError):
+        loader.load_state_dict({"version": 1})
+    assert sum(1 for _ in it) == N // 10 - 1
+
+
+def test_a_rollback_in_the_same_process_forgets_what_came_after_it():
+    loader = salience.Loader(numbers(), 10, epochs=5)
+    state = loader.state_dict()
+    for x, _ in loader:
+        feed_losses(loader, x)
+    loader.load_state_dict(state)
+    assert loader.ledger.seen.sum() == 0
+    for x, _ in loader:
+        feed_losses(loader, x)
+    assert (loader.ledger.seen == 1).all()
+
+
+def test_ids_may_be_changed_in_place_by_the_loop():
+    loader = salience.Loader(numbers(), 10, with_ids=True)
+    for ids, (x, _) in loader:
+        feed_losses(loader, x)
+        ids.add_(1)
+    assert (loader.ledger.seen == 1).all()
+    np.testing.assert_array_equal(loader.ledger.last_loss, np.arange(N) % 7)
+
+
+def test_an_epoch_with_a_batch_that_failed_is_over_at_its_end_and_resumes_as_such():
+    loader = salience.Loader(Fragile(), 5, epochs=3)
+    it, batches = iter(loader), 0
+    while True:
+        try:
+            next(it)
+            batches += 1
+        except StopIteration:
+            break
+        except OSError:
+            continue
+    assert (batches, loader.epoch) == (9, 1)
+    again = salience.Loader(Fragile(), 5, epochs=3)
+    again.load_state_dict(loader.state_dict())
+    assert again.epoch == 1
+    assert len(again) == 10
+
+
+def test_an_iterator_that_another_one_took_over_from_says_so():
+    loader = salience.Loader(Fragile(), 5, epochs=3)
+    it = iter(loader)
+    with pytest.raises(OSError, match="sample 17"):
+        while True:
+            next(it)
+    other = iter(loader)
+    next(other)
+    assert len(next(it)) == 5, "beside an iterator in use it is a peek"
+    del other
+    late = iter(loader)
+    assert late is not it
+
+
+def test_losses_of_a_peek_are_refused_and_named():
+    loader = salience.Loader(numbers(), 10)
+    it = iter(loader)
+    x, _ = next(it)
+    feed_losses(loader, x)
+    peeked, _ = next(iter(loader))
+    with pytest.raises(LossError, match="does not count"):
+        feed_losses(loader, peeked)
+
+
+def test_a_second_loss_with_ids_is_refused_as_one_without():
+    loader = salience.Loader(numbers(), 10, with_ids=True)
+    it = iter(loader)
+    first, _ = next(it)
+    next(it)
+    loader.loss(first.float(), ids=first)
+    with pytest.raises(LossError, match="twice"):
+        loader.loss(first.float(), ids=first)
+    loader.loss(first.float(), ids=first, again=True)
+    not_yet = torch.from_numpy(loader.plan.shard().ids(5).copy())
+    with pytest.raises(LossError, match="was delivered"):
+        loader.loss(not_yet.float(), ids=not_yet)

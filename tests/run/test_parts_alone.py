@@ -109,7 +109,7 @@ def test_sensing_without_a_model_hands_batches_on_and_says_nothing():
     sensing = Sensing(a_setup(), a_voice(), recording.recorder, Stopwatch(), None)
     batch = Batch(0, 0, np.arange(8))
     sensing.hand_over(batch)
-    sensing.on_loss(batch, torch.ones(8), None, features_wanted=True)
+    sensing.on_loss(batch, torch.ones(8), None)
     assert sensing.reference is None
     assert sensing.state_dict() == {"proxy": None, "background": False}
 

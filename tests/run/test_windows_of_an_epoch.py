@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import salience
 from salience.errors import ConfigError, StateError
+from salience.events import EventLog
 
 N = 205
 
@@ -93,3 +94,50 @@ def test_pieces_mix_classes_that_lie_sorted_on_disk():
     selector = salience.Selector(200, batch_size=10, epochs=4, window=50, select="uniform", labels=labels)
     for _ in selector:
         assert len(np.unique(labels[selector.plan.ids])) == 4
+
+
+def test_a_state_saved_again_before_the_first_batch_loses_nothing():
+    def make():
+        return salience.Loader(numbers(), 10, epochs=2, window=50)
+
+    loader = make()
+    it = iter(loader)
+    first = next(it)[0].tolist()
+    states = [loader.state_dict()]
+    for _ in range(2):
+        loader = make()
+        loader.load_state_dict(states[-1])
+        states.append(loader.state_dict())
+    assert [first, *(x.tolist() for x, _ in loader)] == passes(make(), 1)
+
+
+def test_a_loop_that_fetches_ahead_may_be_late_across_windows():
+    loader = salience.Loader(numbers(), 10, epochs=2, window=50, with_ids=True)
+    last = None
+    for ids, (x, _) in loader:
+        if last is not None:
+            loader.loss(last[1].float(), ids=last[0])
+        last = ids, x
+    loader.loss(last[1].float(), ids=last[0])
+    assert (loader.ledger.seen == 1).all()
+
+
+def test_what_is_left_of_an_epoch_that_was_broken_off_is_passed_over():
+    loader = salience.Loader(numbers(), 10, epochs=4, window=50)
+    for _ in range(2):
+        for _ in loader:
+            break
+    assert sum(1 for _ in loader) == 21
+    assert loader.epoch == 3
+
+
+def test_auto_decides_at_the_edges_of_epochs(tmp_path):
+    log = EventLog(tmp_path / "log.jsonl")
+    for window in range(4):
+        log.emit("settings", window=window, workers=0, cache=0, treat=False, select=window % 2 == 1)
+    loader = salience.Loader(numbers(), 10, epochs=4, window=50, auto=tmp_path / "log.jsonl")
+    for epoch in range(4):
+        seen = torch.cat([x for x, _ in loader])
+        assert len(seen.unique()) == len(seen) or epoch == 3, "nothing is visited twice in an epoch"
+        if epoch % 2 == 0:
+            assert len(seen) == N, "nothing is left out of a plain epoch"

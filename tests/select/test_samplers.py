@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import salience
 from salience.config import SelectConfig, Use
 from salience.errors import ConfigError
 from salience.ledger import Ledger
@@ -116,3 +117,11 @@ def test_options_out_of_range_are_refused():
         probability(candidates(), 10, np.random.default_rng(0), power=-1)
     with pytest.raises(ConfigError, match="keep: share is 0"):
         Pipeline(SelectConfig(keep=Use(name="constant", options={"share": 0})))
+
+
+def test_losses_that_are_all_alike_leave_seta_something_to_train_on():
+    selector = salience.Selector(100, batch_size=10, epochs=4, select="seta")
+    for _ in range(4):
+        for ids, _ in selector:
+            selector.loss(torch.zeros(len(ids)))
+    assert selector.epoch == 4

@@ -116,6 +116,12 @@ class Recorder:
         if collected.rows == collected.limit:
             self._reduce()
 
+    def forget(self) -> None:
+        """Drop what was recorded and not entered yet: the ledger is set to another state."""
+        self._collected = self._coming = self._features = None
+        self._featured, self.bad, self._waiting = [], 0, 0
+        self._pending.clear()
+
     def _reduce(self, parts: Sequence[Tensor | None] | None = None) -> None:
         """Make the statistics of the batches that came since the last call, and send them to the host in one piece."""
         coming, self._coming = self._coming, None

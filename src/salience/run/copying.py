@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from salience.errors import ConfigError
 from salience.ledger import Ledger
@@ -76,18 +77,14 @@ class Copying(Part):
             self.search.prints[:] = fingerprints
 
     def hand_over(self, batch: Batch) -> None:
+        batch.features = self.search is not None and self.search.wants(batch.window)
         if batch.prints is not None and self.search is not None:
             known = batch.prints != 0  # what is reused is not read again, and keeps the one it has
             self.search.prints[batch.ids[known]] = batch.prints[known] & np.iinfo(np.int64).max
 
-    def begin(self) -> None:
-        """The first loss of a window is here: a search may go on beside the training from now on."""
+    def on_loss(self, batch: Batch, losses: Tensor, kept: Tensor | None) -> None:
         if self.search is not None:
-            self.search.begin()
-
-    def wants_features(self, window: int) -> bool:
-        """True if features of this window's batches help the search."""
-        return self.search is not None and self.search.wants(window)
+            self.search.begin()  # workers are started by now, so that a thread does no harm
 
     def look(self, ledger: Ledger, window: int, *, last: bool = False) -> None:
         """Look again where there is more to go by; with several ranks, rank 0 looks and tells."""

@@ -20,7 +20,7 @@ class Course:
         self.pending = False
         """True while the open window has handed out no batch: in this process, if it was resumed."""
         self.resumed = False
-        """True if the open window was saved in progress."""
+        """True from a resume until a window is planned."""
         self.started = False
         """True once a window was planned, in this process or in the one that was resumed."""
         self.delivered: set[int] = set()
@@ -97,5 +97,5 @@ class Course:
         start, end = state["span"]
         self.window, self._visited, self._span = int(state["window"]), int(state["visited"]), (float(start), float(end))
         self.visits_expected = state["visits_expected"]
-        self.started = bool(state["started"])
+        self.started, self.resumed = bool(state["started"]), True
         self.shard, self.open, self.pending, self.delivered = None, False, False, set()

@@ -70,7 +70,10 @@ class Deciding(Part):
         self._announced = False
 
     def prepare(self, window: int) -> None:
-        """Rank 0 hears what the last window tells, and all ranks change what is to be changed."""
+        """Rank 0 hears what the last window tells, and all ranks change what is to be changed, at the edges of epochs."""
+        window, piece = divmod(window, self._setup.pieces)  # decisions count epochs
+        if piece:
+            return
         controller, ranks = self.auto.controller, self._setup.ranks
         if self._setup.rank == 0:
             before = controller.verdict

@@ -54,21 +54,27 @@ class Iterators:
         found = None if self._counts is None else self._counts()
         return None if found is one else found
 
-    def claim(self, one: BatchIterator) -> Iterator[Batch]:
-        """Open the window for `one`, whose batches count from now on."""
+    def claim(self, one: BatchIterator, *, goes_on: bool) -> Iterator[Batch]:
+        """Open the next window for `one`, whose batches count from now on; `goes_on` = in the same epoch."""
         other = self.other(one)
         if other is not None:
             other.let_go()
         self._counts = weakref.ref(one)
         run, source = self.run, self.source
         draws = not (run.course.started and source.keeps_workers)
-        shard = run.open(worker_seed=draws, workers=source.has_workers)
+        shard = run.open(worker_seed=draws, workers=source.has_workers, goes_on=goes_on)
         return source.start(shard, frozenset(run.course.delivered))
 
     def peek(self) -> Iterator[Any]:
         """Batches that do not count, in an order of their own."""
         self._peeks += 1
-        return self.source.peek(self.run.planning.peek_order(self._peeks), self.run.setup.batch_size)
+        setup, order = (
+            self.run.setup,
+            self.run.planning.peek_order(self._peeks)[self.run.setup.rank :: self.run.setup.world],
+        )
+        if setup.drop_last:
+            order = order[: len(order) // setup.batch_size * setup.batch_size]
+        return self.source.peek(order, setup.batch_size)
 
 
 class BatchIterator(Iterator[Any]):
@@ -85,7 +91,7 @@ class BatchIterator(Iterator[Any]):
         self._peeking: Iterator[Any] | None = None
         self._batch: Batch | None = None
         """The batch the loop is working on."""
-        self._done = self._failed = self._ends = False
+        self._done = self._failed = self._ends = self._claimed = False
         if iterators.other(self) is None:
             self._claim()
 
@@ -97,12 +103,14 @@ class BatchIterator(Iterator[Any]):
 
     @property
     def in_use(self) -> bool:
-        """True in the middle of a window; not if its last `next` raised, after which most loops are left."""
-        return self._arriving is not None and not self._failed and not self._iterators.run.course.pending
+        """True from its first batch until it has said that there is no more; not if its last `next` raised, after which most
+        loops are left."""
+        stale = self._serial != self._iterators.serial
+        return self._arriving is not None and not self._failed and not stale and not self._iterators.run.course.pending
 
     def __next__(self) -> Any:
         if self._peeking is not None:
-            return next(self._peeking)
+            return self._peek()
         if self._done:
             raise StopIteration
         if self._serial != self._iterators.serial:
@@ -111,7 +119,9 @@ class BatchIterator(Iterator[Any]):
             other = self._iterators.other(self)
             if other is not None and other.in_use:
                 self._peeking = self._iterators.peek()
-                return next(self._peeking)
+                return self._peek()
+            if self._claimed:
+                raise StateError("Another iterator of this loader has taken over; call iter(loader) again.")
             self._claim()
         run = self._iterators.run
         self._failed = True
@@ -129,9 +139,15 @@ class BatchIterator(Iterator[Any]):
         self._failed = False
         return content
 
-    def _claim(self) -> None:
+    def _peek(self) -> Any:
+        assert self._peeking is not None
+        content = next(self._peeking)
+        self._iterators.run.recording.peeked = True
+        return content
+
+    def _claim(self, *, goes_on: bool = False) -> None:
         """Open the next window; its batches count."""
-        self._arriving = self._iterators.claim(self)
+        self._arriving, self._claimed = self._iterators.claim(self, goes_on=goes_on), True
         self._ends = self._iterators.run.ends_epoch
 
     def _next_window(self) -> None:
@@ -141,11 +157,11 @@ class BatchIterator(Iterator[Any]):
         if self._ends:
             self._done = True
             run.planning.order.finish()
-        if run.course.complete:
+        if run.course.complete or (self._done and run.course.open):
             run.close()
         if self._done:
             raise StopIteration
-        self._claim()
+        self._claim(goes_on=True)
 
     def let_go(self) -> None:
         """Give the batches up: workers that make them may stop."""

@@ -107,6 +107,8 @@ class Batch:
     """Seconds it cost its worker, by stage."""
     held: bool = False
     """True if a probe held it back."""
+    features: bool = False
+    """True if features of its samples help the search for near-copies."""
     kept: Tensor | None = None
     """Positions chosen by pick()."""
     recorded: bool = False
@@ -126,6 +128,9 @@ class Part(Protocol):
 
     def hand_over(self, batch: Batch) -> None:
         """A batch is about to reach the training loop."""
+
+    def on_loss(self, batch: Batch, losses: Tensor, kept: Tensor | None) -> None:
+        """The losses of a batch are here, [B], or those of the positions `kept`; the backward pass comes next."""
 
     def take_back(self, batch: Batch) -> None:
         """The loop asks for the next batch, so it is done with this one."""

@@ -135,7 +135,7 @@ class Planning(Part):
 
     def peek_order(self, number: int) -> npt.NDArray[np.int64]:
         """Ids in the order of an iterator that does not count; `number` is that of the peek."""
-        if self.config is None:
+        if self.config is None and self._setup.ranks is None:  # ranks must draw alike, and one may peek alone
             return self.order.peek()
         return generator(self._setup.seed, PEEK, number, self._setup.rank).permutation(self._setup.n)
 
@@ -359,8 +359,8 @@ class Planning(Part):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._in_window, self._piece = False, int(state["piece"])
-        inside = self.config is None and (bool(state["in_window"]) or self._piece > 0)
+        self._in_window, self._piece = bool(state["in_window"]), int(state["piece"])
+        inside = self.config is None and (self._in_window or self._piece > 0)
         self._shuffled = self.order.load_state_dict(state["shuffle"], in_window=inside)
         if self.pipeline is not None:
             self.pipeline.off = set(state["switched_off"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,23 @@ from salience.select.pick import RecentLosses, pick_positions
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
+@dataclass(slots=True, eq=False)
+class _Visits:
+    """What a window says about the losses of its batches."""
+
+    shard: Shard
+    all_ones: bool
+    """True if every loss weight is 1."""
+    no_doubles: bool
+    """True if no sample is visited twice."""
+    delivered: set[int]
+    recorded: set[int] = field(default_factory=set[int])
+    """Batches that have their loss."""
+    stand_ins: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    """Batch -> positions where another sample stands in for a broken one."""
+    weights: dict[torch.device, Tensor] = field(default_factory=dict[torch.device, Tensor])
+
+
 class Recording(Part):
     """Knows the batch delivered last, its weights, and what the ledger is told of it."""
 
@@ -38,12 +56,13 @@ class Recording(Part):
         self.recorder = Recorder(self.ledger, setup.ranks)
         self.batch: Batch | None = None
         """The batch delivered last."""
-        self._shard: Shard | None = None
-        self._stand_ins: dict[int, list[int]] = {}
+        self.peeked = False
+        """True if an iterator that does not count has delivered since."""
+        self._now: _Visits | None = None
+        self._before: _Visits | None = None
+        """The window before: a loop that fetches ahead is late with losses."""
         self._without_loss = 0
         """Batches of this window that came and went without a loss since the last one that had its own."""
-        self._weights: dict[torch.device, Tensor] = {}
-        self._all_ones, self._no_doubles = True, False
         self._recent = RecentLosses()
         self._suspects: tuple[int, npt.NDArray[np.bool_]] | None = None
         """Labels that looked wrong at the start of the window of that number, where somebody asked."""
@@ -72,19 +91,30 @@ class Recording(Part):
 
     def open(self, shard: Shard, done: frozenset[int]) -> None:
         plan = shard.plan
-        self._shard, self.batch, self._weights, self._stand_ins = shard, None, {}, {}
-        self._without_loss = 0
-        self._all_ones = bool((plan.weights == 1).all())
+        if self._now is not None and self._now.shard.plan.window != plan.window:
+            self._before = self._now
         visited = np.zeros(self._setup.n, dtype=bool)
         visited[plan.ids] = True
-        self._no_doubles = int(np.count_nonzero(visited)) == len(plan)
+        self._now = _Visits(
+            shard, all_ones=bool((plan.weights == 1).all()), delivered=set(done),
+            no_doubles=int(np.count_nonzero(visited)) == len(plan),
+        )  # fmt: skip
+        self.batch, self._without_loss = None, 0
 
     def hand_over(self, batch: Batch) -> None:
         if self.batch is not None:
             self._without_loss = 0 if self.batch.recorded else self._without_loss + 1
-        self.batch = batch
+        self.batch, self.peeked = batch, False
+        assert self._now is not None
+        self._now.delivered.add(batch.number)
         if batch.broken:
-            self._stand_ins[batch.number] = list(batch.broken)
+            self._now.stand_ins[batch.number] = list(batch.broken)
+
+    def _visits(self, batch: Batch) -> _Visits | None:
+        """What the window of a batch says; None of one that is long over."""
+        return next(
+            (w for w in (self._now, self._before) if w is not None and w.shard.plan.window == batch.window), None
+        )
 
     def flush(self, window: int) -> None:
         """Enter what was recorded into the ledger; collective where there are several ranks."""
@@ -103,14 +133,19 @@ class Recording(Part):
     def batch_for_loss(self, ids: Tensor | None, *, again: bool) -> Batch:
         """The batch that losses belong to: one loss per batch, in the order of delivery, unless `ids` say otherwise."""
         batch = self.batch_of(ids)
-        if ids is not None or again:
+        if again:
             return batch
+        if batch.recorded and self.peeked and ids is None:
+            raise LossError(
+                "These losses seem to be of a batch that does not count: its iterator was taken while another one is in "
+                "the middle of its epoch. Let go of that one first (del it), or pass ids= (with_ids=True)."
+            )
         if batch.recorded:
             raise LossError(
                 "loss() was called twice for one batch. A loop that fetches ahead must use with_ids=True and pass ids= to "
                 "loss(); for a second loss on purpose pass again=True."
             )
-        if self._without_loss:
+        if self._without_loss and ids is None:
             raise LossError(
                 f"loss() was called for this batch and not for the {self._without_loss} before it, so it cannot be told whose "
                 "losses these are. A loop that fetches ahead must use with_ids=True and pass ids= to loss(); one that leaves "
@@ -131,13 +166,14 @@ class Recording(Part):
         array = ids.detach().cpu().numpy().astype(np.int64)
         if self.batch is not None and np.array_equal(array, self.batch.ids):
             return self.batch
-        if self._shard is None or not len(array):
-            raise LossError("These ids belong to no batch of this window.")
-        spots = np.flatnonzero(self._shard.plan.ids == array[0])
-        for number in (np.searchsorted(self._shard.start, spots, side="right") - 1).tolist():
-            if number >= 0 and np.array_equal(self._shard.ids(number), array):
-                return Batch(self._shard.plan.window, number, array)
-        raise LossError("These ids are not a batch of this window, in its order; pass them on as they were delivered.")
+        for visits in (self._now, self._before):
+            found = None if visits is None else _find(array, visits)
+            if found is not None:
+                return found
+        raise LossError(
+            "These ids are not a batch that was delivered in this window or the one before, in its order; pass them on as they "
+            "were delivered."
+        )
 
     def usable(
         self, losses: Tensor, logits: Tensor | None, targets: Tensor | None
@@ -184,17 +220,20 @@ class Recording(Part):
         self, batch: Batch, losses: Tensor, logits: Tensor | None, targets: Tensor | None, kept: Tensor | None
     ) -> None:
         """Enter a batch into the ledger; of a picked one, only which samples were trained on."""
-        batch.recorded = True
+        batch.recorded, visits = True, self._visits(batch)
+        if visits is not None:
+            visits.recorded.add(batch.number)
         if kept is None:
-            self._record(batch, losses, logits, targets, number=batch.number if self._no_doubles else None)
+            plain = visits is not None and visits.no_doubles
+            self._record(batch, losses, logits, targets, number=batch.number if plain else None)
         else:
             self.recorder.trained(batch.ids, kept, window=batch.window)
 
     def _record(self, batch: Batch, losses: Tensor, logits: Tensor | None, targets: Tensor | None, **more: Any) -> None:
         """Of several views of a sample the first alone is recorded, so that they count as one sample."""
-        ids, hint = batch.ids, batch.hint
-        if self._shard is not None and not self._no_doubles and batch.window == self._shard.plan.window:
-            first = np.flatnonzero(self._shard.plan.views[self._shard.span(batch.number)] == 0)
+        ids, hint, visits = batch.ids, batch.hint, self._visits(batch)
+        if visits is not None and not visits.no_doubles:
+            first = np.flatnonzero(visits.shard.plan.views[visits.shard.span(batch.number)] == 0)
             if not len(first):
                 return
             if len(first) < len(ids):
@@ -209,16 +248,15 @@ class Recording(Part):
         self, batch: Batch, losses: Tensor, logits: Tensor | None, kept: Tensor | None, robust: float | str
     ) -> Tensor:
         """sum(w * l) / B; over several ranks sum(w * l) * world / B_global, so that DDP's mean is the batch's gradient."""
-        weights = self._weights_of(batch, losses.device)
+        visits = self._visits(batch)
+        weights = self._weights_of(batch, visits, losses.device)
         if weights is not None and kept is not None:
             weights = weights[kept.to(weights.device)]
-        share = len(losses)
-        if kept is None and self._shard is not None:
-            how_much = strength(robust, self._shard.plan.noise) if logits is not None else 0.0
-            if how_much > 0 and logits is not None:  # what is learnt from, not what is recorded
+        if kept is None and visits is not None and logits is not None:
+            how_much = strength(robust, visits.shard.plan.noise)
+            if how_much > 0:  # what is learnt from, not what is recorded
                 losses = losses + how_much * early_learning(logits, batch.ids, self.ledger)
-            if self._setup.world > 1:
-                share = int(self._shard.global_sizes[batch.number]) / self._setup.world
+        share = len(losses) if kept is not None else self._share(batch, visits, len(losses))
         if weights is None and share == len(losses):
             return losses.mean()
         weighted = losses if weights is None else losses.float() * weights
@@ -226,24 +264,28 @@ class Recording(Part):
 
     def mean_weights(self, batch: Batch, losses: Tensor, robust: float | str) -> Tensor:
         """Weights [B] that sum the losses of a whole batch to what `weighted_mean` gives."""
-        if self._shard is not None and strength(robust, self._shard.plan.noise) > 0:
+        visits = self._visits(batch)
+        if visits is not None and strength(robust, visits.shard.plan.noise) > 0:
             self._voice.warn_once(
                 "Early-learning regularisation is off inside a compiled step; compile the model alone."
             )
-        share = len(losses)
-        if self._shard is not None and self._setup.world > 1:
-            share = int(self._shard.global_sizes[batch.number]) / self._setup.world
-        weights = self._weights_of(batch, losses.device)
+        share, weights = self._share(batch, visits, len(losses)), self._weights_of(batch, visits, losses.device)
         return torch.full_like(losses, 1 / share, dtype=torch.float32) if weights is None else weights / share
 
-    def _weights_of(self, batch: Batch, device: torch.device) -> Tensor | None:
+    def _share(self, batch: Batch, visits: _Visits | None, count: int) -> float:
+        """What the sum of a batch's weighted losses is divided by, so that DDP's mean over ranks is the batch's gradient."""
+        if visits is None or self._setup.world == 1:
+            return count
+        return int(visits.shard.global_sizes[batch.number]) / self._setup.world
+
+    def _weights_of(self, batch: Batch, visits: _Visits | None, device: torch.device) -> Tensor | None:
         """Loss weights of a batch, float32 [B]; None = all are 1."""
-        stand_ins = self._stand_ins.get(batch.number)
-        if self._shard is None or (self._all_ones and not stand_ins):
+        stand_ins = None if visits is None else visits.stand_ins.get(batch.number)
+        if visits is None or (visits.all_ones and not stand_ins):
             return None
-        if device not in self._weights:
-            self._weights[device] = torch.from_numpy(self._shard.plan.weights.copy()).to(device)
-        weights = self._weights[device][self._shard.span(batch.number)]
+        if device not in visits.weights:
+            visits.weights[device] = torch.from_numpy(visits.shard.plan.weights.copy()).to(device)
+        weights = visits.weights[device][visits.shard.span(batch.number)]
         if stand_ins:
             weights = weights.clone()
             weights[stand_ins] = 0
@@ -277,7 +319,18 @@ class Recording(Part):
         self._recent.values = state["recent_losses"]
         suspects = state["suspects"]
         self._suspects = None if suspects is None else (int(suspects[0]), suspects[1].numpy())
-        self.batch, self._shard = None, None
+        self.recorder.forget()
+        self.batch, self._now, self._before = None, None, None
+
+
+def _find(ids: npt.NDArray[np.int64], visits: _Visits) -> Batch | None:
+    """The delivered batch of a window that has just these ids; None if there is none."""
+    shard = visits.shard
+    spots = np.flatnonzero(shard.plan.ids == ids[0]) if len(ids) else np.empty(0, dtype=np.int64)
+    for number in (np.searchsorted(shard.start, spots, side="right") - 1).tolist():
+        if number in visits.delivered and np.array_equal(shard.ids(number), ids):
+            return Batch(shard.plan.window, number, ids, recorded=number in visits.recorded)
+    return None
 
 
 def check_losses(caller: str, losses: Tensor, count: int) -> None:

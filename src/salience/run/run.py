@@ -13,7 +13,7 @@ from torch import Tensor
 
 from salience._version import __version__
 from salience.config import SelectConfig
-from salience.errors import LossError, StateError
+from salience.errors import LossError, PluginError, StateError
 from salience.ledger import Ledger
 from salience.plan import Plan, Shard
 from salience.run.arrays import arrays, tensors
@@ -61,7 +61,7 @@ class Run:
         self.setup, self.voice, self.events = setup, voice, voice.events
         self.recording, self.planning, self.copying, self.sensing = recording, planning, copying, sensing
         self.watching, self.feeding, self.staging, self.deciding = watching, feeding, staging, deciding
-        named = deciding, staging, feeding, copying, recording, sensing, planning, watching
+        named = deciding, feeding, staging, copying, recording, sensing, planning, watching
         self.parts: tuple[Part, ...] = tuple(part for part in named if part is not None)
         self.course = Course()
         self.course.visits_expected = planning.total_visits
@@ -80,15 +80,18 @@ class Run:
 
     # --- the story of a window ---
 
-    def open(self, *, worker_seed: bool = True, workers: bool = False) -> Shard:
+    def open(self, *, worker_seed: bool = True, workers: bool = False, goes_on: bool = False) -> Shard:
         """Plan the next window; the one that was planned, or resumed, and gave no batch yet is taken up again.
 
-        `worker_seed` = a DataLoader would draw a seed for its workers now; `workers` = it has worker processes.
+        `worker_seed` = a DataLoader would draw a seed for its workers now; `workers` = it has worker processes; `goes_on` = the
+        epoch goes on, where it is planned in pieces; else what is left of an epoch that was broken off is passed over.
         """
         course = self.course
         if course.open and not course.pending:
             self.close()
         if not course.pending:
+            if not goes_on and not course.resumed:
+                course.window += -course.window % self.setup.pieces
             self._prepare()
             shard = self._plan(worker_seed).shard(self.setup.rank, self.setup.world)
             self._check_equal(shard.plan)
@@ -133,7 +136,7 @@ class Run:
             visited=course.visits, **self.watching.spent(),
         )  # fmt: skip
         course.end()
-        if finished and course.window == self.setup.windows:
+        if course.window == self.setup.windows:
             self.sensing.end_scorer()
             if self.setup.ranks is None:  # several ranks look in report()
                 self._look_for_copies(last=True)
@@ -158,6 +161,10 @@ class Run:
                 plan, counts = self.staging.plan(plan, self._options, self.copying.found)
                 if self.feeding is not None:
                     self.feeding.add_counts(counts)
+        if not len(plan):
+            raise PluginError(
+                f"The plan of window {plan.window} is empty: select leaves nothing to train on; choose another."
+            )
         return plan
 
     def _check_equal(self, plan: Plan) -> None:
@@ -197,8 +204,8 @@ class Run:
         check_losses("loss", losses, len(batch.ids) if kept is None else len(kept))
         logits, targets = self.recording.usable(losses, logits, targets)
         self.planning.check_needs(logits=logits is not None, model=self.sensing.attached is not None)
-        self.copying.begin()
-        self.sensing.on_loss(batch, losses, kept, features_wanted=self.copying.wants_features(batch.window))
+        for part in self.parts:
+            part.on_loss(batch, losses, kept)
         self.recording.record(batch, losses, logits, targets, kept)
         self.watching.watch.add("record", time.perf_counter() - begin)
         self.sensing.train_proxy(batch, kept, targets)
@@ -216,6 +223,7 @@ class Run:
         check_losses("loss", losses, len(batch.ids))
         logits, targets = self.recording.usable(losses, logits, targets)
         self.planning.check_needs(logits=logits is not None, model=self.sensing.attached is not None)
+        self.sensing.say_compiled()
         self.recording.record(batch, losses, logits, targets, None)
         self.watching.watch.add("record", time.perf_counter() - begin)
         return self.recording.mean_weights(batch, losses, self.planning.robust)
@@ -289,8 +297,7 @@ class Run:
         text = render(self.events.emit("observed", summary=self.summary())["summary"])
         if self.feeding is not None:
             self.feeding.compare(self.planning.trace, None if self.staging is None else self.staging.treating.unread)
-        said = self.feeding, self.staging
-        return "\n\n".join([text, *(part.report() for part in said if part is not None and part.report())])
+        return "\n\n".join([text, *filter(None, (part.report() for part in self.parts))])
 
     def _look_for_copies(self, *, last: bool = False) -> None:
         with self.watching.watch("copies"):

@@ -114,14 +114,14 @@ class Sensing(Part):
         if self.proxy is not None:
             self.proxy.deliver()
 
-    def on_loss(self, batch: Batch, losses: Tensor, kept: Tensor | None, *, features_wanted: bool) -> None:
+    def on_loss(self, batch: Batch, losses: Tensor, kept: Tensor | None) -> None:
         """Watch the backward pass of these losses, and take the features of the forward pass."""
         if self.attached is None:
             return
         choice = self.attached.watch(losses, batch.ids, kept, window=batch.window)
         if choice is not None:
             self._voice.events.emit("signals", **asdict(choice), text=choice.text)
-        if not features_wanted:
+        if not batch.features:
             return
         features = self.attached.take_features()
         if features is not None and len(features) in (len(batch.ids), len(losses)):
@@ -130,6 +130,14 @@ class Sensing(Part):
         elif self._recorder.embeddings is not None:
             self._voice.warn_once(
                 "The attached model gives no features (what its last Linear is given): no near-copies by them."
+            )
+
+    def say_compiled(self) -> None:
+        """loss() was called inside a compiled step, where hooks on the model do not run."""
+        if self.attached is not None or self.proxy is not None:
+            self._voice.warn_once(
+                "loss() is part of a compiled step: gradient norms, features and the proxy of the attached model are off. "
+                "Compile the model alone to have them."
             )
 
     def take(self) -> None:
@@ -245,4 +253,6 @@ class Sensing(Part):
         return {"proxy": proxy, "background": self.scorer is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.attached is not None:
+            self.attached.take()  # of steps after the state was saved
         self._resume_proxy(state["proxy"])

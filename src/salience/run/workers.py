@@ -137,7 +137,7 @@ class WorkerSource:
             work = self._stage_work(batch.report.seconds.tolist(), work.get("collate", 0.0))
         batch.work = work
         batch.hint = integer_targets(content, len(ids))
-        batch.content = (torch.from_numpy(ids), content) if self._with_ids else content
+        batch.content = (torch.from_numpy(ids.copy()), content) if self._with_ids else content
         return batch
 
     def _stage_work(self, seconds: list[float], collating: float) -> dict[str, float]:

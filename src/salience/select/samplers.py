@@ -218,7 +218,8 @@ def window(
     span = max(1, round(width * groups))
     turns = max(1, groups - span + 1)
     first = candidates.view.clock.window % turns
-    return Draw(positions=kept[(group >= first) & (group < first + span)])
+    inside = (group >= first) & (group < first + span)
+    return Draw(positions=kept[inside] if inside.any() else kept)  # losses that are all alike make one group
 
 
 def slide(candidates: Candidates, budget: int, rng: Rng, *, begin: float = 0.0, until: float = 0.8) -> Draw:
