@@ -68,7 +68,7 @@ class Child:
 
     @property
     def mine(self) -> bool:
-        """Whether it can be asked: not closed, and started by this process rather than by the one this was forked from."""
+        """True if it can be asked: it is not closed, and this process started it rather than the one it was forked from."""
         return self.close.alive and self._owner == os.getpid()
 
     @property

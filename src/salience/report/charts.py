@@ -77,7 +77,7 @@ def columns(
     title: str, names: Sequence[str], series: Sequence[Series], *, x_label: str, form: Form,
     feet: Sequence[tuple[float, str]] | None = None, note: str = "",
 ) -> Chart:  # fmt: skip
-    """Stacked columns, one a name. `feet` are marks below: (how many columns from the left, text); else some of the names."""
+    """Stacked columns, one per name. `feet` are marks below: (how many columns from the left, text); else some of the names."""
     count = len(names)
     tops = [[0.0] * count]
     for one in series:
