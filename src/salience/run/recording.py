@@ -26,7 +26,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
 class Recording(Part):
-    """Knows the batch delivered last, its weights, and what the ledger is told of it."""
+    """Knows the batch delivered last and its weights, and enters its losses into the ledger."""
 
     name = "recording"
 
@@ -46,10 +46,10 @@ class Recording(Part):
         self._all_ones, self._no_doubles = True, False
         self._recent = RecentLosses()
         self._suspects: tuple[int, npt.NDArray[np.bool_]] | None = None
-        """Labels that looked wrong at the start of the window of that number, where somebody asked."""
+        """Number of a window, and the labels that looked wrong at its start; None if they were not asked for."""
 
     def _warm_start(self, known: Ledger) -> None:
-        """Take over what another run learnt; that run's window numbers mean nothing here."""
+        """Start from the ledger of another run, whose window numbers mean nothing here."""
         if known.n != self._setup.n:
             raise StateError(
                 f"The ledger to start from has {known.n} samples, the data set {self._setup.n}; they must be the same."
@@ -142,7 +142,7 @@ class Recording(Part):
     def usable(
         self, losses: Tensor, logits: Tensor | None, targets: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Logits and targets that class statistics can be made of; others are left alone, and that is said once."""
+        """Logits and targets from which class statistics can be computed; others are ignored, with one warning."""
         if targets is None:
             return None, None
         if targets.dtype not in INTEGERS or targets.dim() != 1:
@@ -183,7 +183,7 @@ class Recording(Part):
     def record(
         self, batch: Batch, losses: Tensor, logits: Tensor | None, targets: Tensor | None, kept: Tensor | None
     ) -> None:
-        """Enter a batch into the ledger; of a picked one, only which samples were trained on."""
+        """Enter a batch into the ledger; for a picked batch, only which samples were trained on."""
         batch.recorded = True
         if kept is None:
             self._record(batch, losses, logits, targets, number=batch.number if self._no_doubles else None)
@@ -191,7 +191,7 @@ class Recording(Part):
             self.recorder.trained(batch.ids, kept, window=batch.window)
 
     def _record(self, batch: Batch, losses: Tensor, logits: Tensor | None, targets: Tensor | None, **more: Any) -> None:
-        """Of several views of a sample the first alone is recorded, so that they count as one sample."""
+        """Record only the first of several views of a sample, so that they count as one sample."""
         ids, hint = batch.ids, batch.hint
         if self._shard is not None and not self._no_doubles and batch.window == self._shard.plan.window:
             first = np.flatnonzero(self._shard.plan.views[self._shard.span(batch.number)] == 0)
