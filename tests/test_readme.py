@@ -28,7 +28,7 @@ from salience.select import PRESETS, Pipeline
 from conftest import make_model, require
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 class Block(NamedTuple):
@@ -158,9 +158,20 @@ def test_commands_exist_with_their_options(where, words):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
-        if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+    for target, _, anchor in (link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())):
+        if "://" in target:
+            continue
+        place = page.parent / target if target else page
+        assert place.exists(), f"{page.name} links to {target}, which is not there"
+        assert not anchor or anchor in anchors(place), (
+            f"{page.name} links to {target}#{anchor}, which has no such heading"
+        )
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    heads = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", head).strip().lower().replace(" ", "-") for head in heads}
 
 
 @pytest.mark.parametrize("kind", list(BUILT_IN))
@@ -178,7 +189,7 @@ def test_a_card_names_every_option(kind, name):
 
 
 def test_the_table_of_the_default_is_what_the_preset_says():
-    text = section("README.md", "What `default` does")
+    text = section("docs/selecting.md", "What `default` does")
     config = PRESETS["default"]
     for used in (*config.filters, *config.scores, config.sampler, config.keep):
         assert f"`{used.label}`" in text
@@ -186,6 +197,18 @@ def test_the_table_of_the_default_is_what_the_preset_says():
             assert f"`{option} = {value}`" in text, f"{used.label}: {option} = {value} is not in the table"
     order = [text.index(f"`{used.label}`") for used in config.filters]
     assert order == sorted(order), "the table lists the filters in another order"
+
+
+def test_every_measured_figure_of_the_readme_is_in_the_results():
+    table = section("README.md", "What to switch on, and what it gained")
+    rows = [
+        line.split("|")[3:5] for line in table.splitlines() if line.startswith("| ") and "your bottleneck" not in line
+    ]
+    figures = {figure for row in rows for figure in re.findall(r"[\d,]*\d\.\d+|\d{2,}(?!%)", " ".join(row))}
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    assert len(figures) > 20
+    missing = sorted(figure for figure in figures if not re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", results))
+    assert not missing, f"the README has {missing}, which benchmarks/RESULTS.md has not"
 
 
 @pytest.mark.parametrize("name", sorted(set(salience.__all__) - {"__version__"}))

@@ -73,7 +73,9 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        return self.mine and self.process.is_alive()
+        """True until the process has ended. By its sentinel, which `on_end` goes by too: for a moment after a process has
+        closed its files, `is_alive` still says yes."""
+        return self.mine and not wait([self.process.sentinel], timeout=0)
 
     def on_end(self, call: Callable[[], None]) -> None:
         """Call this from a thread when the process ends, however it does. It must not hold this Child."""

@@ -125,7 +125,8 @@ class Loader(Door):
             embeddings=embeddings, trace=trace, log=log, sinks=sinks, strict=strict,
         )  # fmt: skip
         chooser = Auto(auto, baseline, epochs=parts.setup.windows, policy=policy) if auto else None
-        self.dataset, self.with_ids = dataset, with_ids
+        self.dataset, self.with_ids, self.collate_fn = dataset, with_ids, collate_fn or default_collate
+        self.generator = generator
         ranks, workers = parts.setup.ranks, dataloader.get("num_workers", 0)
         feeding = Feeding(parts.setup, parts.voice, dataset, reading)
         adopted = 0 if reading.cached else first_cache(chooser, feeding.source, ranks)
@@ -145,7 +146,7 @@ class Loader(Door):
                 optional = Treat("reuse", memory=min(Treat().bytes, (memory_bytes() or 0) // 4))
             treating = Treating(dataset, stages, optional or Treat.of(treat), seed=seed, workers=workers, ranks=ranks)
             staging = Staging(parts.voice, parts.recording.ledger, parts.watching.watch, treating, optional=optional)
-        collate = collate_fn or default_collate
+        collate = self.collate_fn
         self._source = source = WorkerSource(
             dataset, collate, dataloader, with_ids=with_ids, planning=parts.planning, feeding=feeding,
             watching=parts.watching, staging=staging,
@@ -179,7 +180,14 @@ class Loader(Door):
 
     @property
     def num_workers(self) -> int:
+        """Worker processes, as given or as `auto` set them."""
         return self._source.num_workers
+
+    def __getattr__(self, name: str) -> Any:
+        """What else code reads off a DataLoader: `pin_memory`, `timeout`, `prefetch_factor`, `persistent_workers`, ..."""
+        if name in _PASSED and "_source" in vars(self):
+            return getattr(self._source.inner, name)
+        raise AttributeError(f"A Loader has no attribute {name!r}.{did_you_mean(name, dir(type(self)))}")
 
 
 def _with_reading(dataset: Any, options: dict[str, Any]) -> tuple[Any, ReadingOptions]:
@@ -218,8 +226,10 @@ def _length(dataset: Any) -> int:
 def _check_arguments(batch_size: Any, dataloader: dict[str, Any]) -> None:
     if not isinstance(batch_size, int) or isinstance(batch_size, bool):
         raise ConfigError(f"batch_size is {batch_size!r}; it must be an integer of at least 1.")
-    for name in dataloader:
-        if name in _INSTEAD:
+    for name, value in [*dataloader.items()]:
+        if name in _INSTEAD and (value is None or (name == "shuffle" and value is True)):
+            del dataloader[name]  # DataLoader's defaults, which code forwards, and what is done anyway
+        elif name in _INSTEAD:
             raise ConfigError(f"salience.Loader takes no {name!r}: {_INSTEAD[name]}.")
-        if name not in _PASSED:
+        elif name not in _PASSED:
             raise ConfigError(f"salience.Loader has no argument {name!r}.{did_you_mean(name, _PASSED)}")

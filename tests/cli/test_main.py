@@ -36,7 +36,7 @@ def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]):
 def test_help_does_not_wait_for_torch(asked: list[str]):
     code = (
         f"import sys; from salience.cli import main\ntry:\n    main({asked!r})\nfinally:\n"
-        "    assert not {'torch', 'numpy'} & set(sys.modules)"
+        "    assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 

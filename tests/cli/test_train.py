@@ -119,9 +119,9 @@ def test_what_pack_wrote_is_trained_on_with_a_cache_and_kept_images(capsys: pyte
     assert main(given) == 0
     said = capsys.readouterr().out
     assert "44 images of 4 classes, tested on 4" in said
-    (feed, *_, treat) = [event for event in events.read("out/run.jsonl") if event["kind"] in ("feed", "treat")]
-    assert feed["cache"]
-    assert treat["treatment"] == "reuse"
+    last = {event["kind"]: event for event in events.read("out/run.jsonl")}
+    assert last["feed"]["cache"]
+    assert last["treat"]["treatment"] == "reuse"
     before = parameters()
     assert main([*given, "--out", "fresh", "--cache", "", "--treat", ""]) == 0
     assert same(parameters("fresh"), before)  # what is kept are decoded images: crops and flips are drawn anew

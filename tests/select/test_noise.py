@@ -180,7 +180,7 @@ def test_few_clean_samples_give_no_alarm_in_any_window():
         assert not (s < 0.5 and judge(ledger).firm)
 
 
-def test_alarms_on_right_labels_are_as_rare_as_stated_although_every_window_asks():
+def test_alarms_on_right_labels_are_rare_although_every_window_asks():
     """S falls as the power 2.5 of D, the slowest that right labels showed, and 300 sure predictions are counted."""
     rng = np.random.default_rng(0)
     alarms, runs = 0, 100

@@ -142,7 +142,7 @@ def test_nothing_is_entered_before_the_next_window(scored):
 def test_visits_and_progress_do_not_count_them_and_the_state_says_it_is_on(scored):
     _, loader, _, _, state = scored
     assert state["parts"]["sensing"]["background"] is True
-    assert state["visited"] == 3 * N // 2
+    assert state["course"]["visited"] == 3 * N // 2
     assert loader.visits_expected == 4 * N // 2
     assert salience.Loader(points(), B).state_dict()["parts"]["sensing"]["background"] is False
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
-import tempfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 from salience.errors import DataError
+from salience.files import atomic
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -48,17 +48,11 @@ def plain_tar(tar: Path, cache: Path | None = None, progress: Progress | None = 
 def _unpack(tar: Path, plain: Path, size: int, progress: Progress | None) -> None:
     """The twin appears whole or not at all."""
     plain.parent.mkdir(parents=True, exist_ok=True)
-    handle, part = tempfile.mkstemp(dir=plain.parent, prefix=".new-")
-    try:
-        with os.fdopen(handle, "wb") as out, tar.open("rb") as packed, gzip.open(packed) as stream:
-            while block := stream.read(1 << 20):
-                out.write(block)
-                if progress is not None:
-                    progress(packed.tell(), size)
-        os.replace(part, plain)
-    except BaseException:
-        os.unlink(part)
-        raise
+    with tar.open("rb") as packed, gzip.open(packed) as stream, atomic(plain, sync=False) as out:
+        while block := stream.read(1 << 20):
+            out.write(block)
+            if progress is not None:
+                progress(packed.tell(), size)
 
 
 def _digest(text: str) -> str:

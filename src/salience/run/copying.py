@@ -77,7 +77,7 @@ class Copying(Part):
 
     def hand_over(self, batch: Batch) -> None:
         if batch.prints is not None and self.search is not None:
-            known = batch.prints != 0
+            known = batch.prints != 0  # what is reused is not read again, and keeps the one it has
             self.search.prints[batch.ids[known]] = batch.prints[known] & np.iinfo(np.int64).max
 
     def begin(self) -> None:

@@ -43,8 +43,9 @@ PASSES_TO_ACT = 4.0
 MIN_CLEAN_SLOPE = 2.4
 """With right labels, S falls about as D to the power of 2.5 to 6; with wrong ones, to the power of 0.8 to 2."""
 DOUBT_TO_LIST, DOUBT_TO_ACT, DOUBT_TO_KEEP = 1.64, 2.33, 1.0
-"""Standard errors by which S must fall slower than that. For labels to be listed: level 0.05, asked once. To be left out: 0.05
-over five looks, as many as there are separate ones while D falls to a third. To stay out: 1."""
+"""Standard errors by which S must fall slower than that: for labels to be listed, to be left out and to stay out. A list is
+asked for once, leaving out in every window: with 300 sure predictions and S falling as D to the power of 2.5, simulated runs
+of twenty windows had an alarm in 36% of cases at 1.64 and in 7% at 2.33."""
 FEWEST_OF_CLASS, LEAST_VOTED, MOST_OF_CLASS = 50, 0.5, 0.8
 """A class is left alone that has fewer samples, that the model gives to fewer than this share of as many samples as carry
 it, or that would lose more than this share."""
