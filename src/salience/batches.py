@@ -22,9 +22,9 @@ class Order(NamedTuple):
     number: int
     ids: npt.NDArray[np.int64]
     ticket: int = -1
-    """Its place in the queue of the cache, where there is one."""
+    """Place of the batch in the queue of the cache; -1 without a cache."""
     treatment: Treatment | None = None
-    """How each is to be treated, where there are stages."""
+    """How each sample is to be treated; None without stages."""
 
 
 class Fetched(NamedTuple):
@@ -33,28 +33,28 @@ class Fetched(NamedTuple):
     order: Order
     samples: Any
     prints: npt.NDArray[np.int64] | None
-    """Fingerprints of their bytes, where the data set makes them."""
+    """Fingerprints of the samples' bytes; None if the data set has none."""
     work: dict[str, float]
-    """Seconds it cost, by stage: those the data set tells of (`samples.seconds`), and "load" for the rest."""
+    """Seconds of the worker by stage: those that the data set reports (`samples.seconds`), and "load" for the rest."""
 
 
 class BatchEnvelope(NamedTuple):
-    """What arrives: the user's batch with its number and ids."""
+    """What arrives in the training process: the user's batch with its number and ids."""
 
     number: int
     ids: npt.NDArray[np.int64]
-    """As an array, not as a tensor, which would take a shared memory file of its own on its way."""
+    """An array rather than a tensor, which would need a shared memory file of its own on its way."""
     batch: Any
     prints: npt.NDArray[np.int64] | None
     ticket: int
     work: dict[str, float]
-    """Seconds it cost the worker, by stage."""
+    """Seconds of the worker, by stage."""
 
 
 class Orders:
     """The batch sampler of the DataLoader inside.
 
-    PyTorch may call iter() on it at any time and more than once; each iterator goes on with the window it began with.
+    PyTorch may call iter() on it at any time and more than once; each iterator stays with the window it began with.
     """
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ def _of_subset(inner: Any, indices: Any, ids: list[int]) -> npt.NDArray[np.int64
 
 
 class EnvelopeCollate:
-    """The user's collate function, with number and ids put beside its result."""
+    """The user's collate function, which puts its result into an envelope with number and ids."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
@@ -148,7 +148,7 @@ class EnvelopeCollate:
 
 
 def integer_targets(batch: Any, count: int) -> Tensor | None:
-    """The one integer tensor [count] in a tuple, list or dict batch, which can only be its targets; None if unclear."""
+    """The one integer tensor [count] in a tuple, list or dict batch, which must be its targets; None if there are several."""
     parts: Sequence[Any]
     if isinstance(batch, Mapping):
         parts = list(batch.values())  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any, Literal
 
-SECONDS_BETWEEN_LOOKS = 1.0
-"""Seconds between two looks of a helper whether its parent is still there."""
+SECONDS_BETWEEN_CHECKS = 1.0
+"""Seconds between two checks by a helper that its parent is still there."""
 MAX_ERROR_CHARS = 500
-"""Characters of an exception that are handed over."""
+"""Most characters of an exception's message that are handed over."""
 
 
 class Lost(RuntimeError):
@@ -68,7 +68,7 @@ class Child:
 
     @property
     def mine(self) -> bool:
-        """Whether it can be asked: not closed, and started by this process rather than by the one this was forked from."""
+        """True if it can be asked: it is not closed, and this process started it rather than the one it was forked from."""
         return self.close.alive and self._owner == os.getpid()
 
     @property
@@ -142,7 +142,7 @@ def _main(pipe: Any, theirs: Any, parent: int | None, work: Callable[..., None],
 def _end_with(parent: int) -> None:
     """The end of the pipe tells it too, but not while a process that was forked from the parent holds a copy."""
     while os.getppid() == parent:
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+        time.sleep(SECONDS_BETWEEN_CHECKS)
     os._exit(1)
 
 

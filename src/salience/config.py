@@ -53,9 +53,9 @@ class Fetching:
     top: float = 0.7
     """Share of the samples that count as important: only the others are exchanged."""
     refresh: float = 0.25
-    """Share of the samples that were not picked which are visited besides, the least certain ranks first."""
+    """Share of the unpicked samples that are visited in addition, those with the least certain ranks first."""
     tolerance: float = 0.1
-    """The samples of a class may change in number by this share of those exchanged."""
+    """The number of samples of a class may change by this share of the samples exchanged."""
     max_age: int = 12
     """Windows after which an unimportant sample comes before those that are cheaper to fetch."""
 
@@ -68,7 +68,7 @@ class Fetching:
 
 
 def fetching(table: Any) -> Fetching | None:
-    """A Fetching from a table; None where there is none."""
+    """A Fetching from a table; None if there is no table."""
     if table is None or isinstance(table, Fetching):
         return table
     if not isinstance(table, Mapping):
@@ -100,7 +100,7 @@ class SelectConfig:
     lr_power: float = 0.5
     """With constant steps the learning rate is multiplied by (batch / batch_size)^lr_power; 1 is linear scaling."""
     fetch: Fetching | None = None
-    """How far plans give way to what is cheap to fetch; None not at all."""
+    """How far plans give way to what is cheap to fetch; None: not at all."""
     robust: float | str = 0.0
     """Strength of early-learning regularisation in `loss()`, which drops nothing; "auto" follows the estimated noise."""
 
@@ -177,15 +177,15 @@ class TrainConfig:
     """A ledger (or the folder of a run that has one) to start from: what another run over the same data learnt."""
     workers: int = 2
     cache: str = ""
-    """Memory in which the bytes of samples are kept and read ahead, as "4GiB"; empty has no cache."""
+    """Memory for the bytes of samples, kept and read ahead, e.g. "4GiB"; empty: no cache."""
     treat: str = ""
-    """Which samples are decoded anew: "reuse", "echo" or "auto", as of a Loader; empty decodes every image at every visit."""
+    """Which samples are decoded anew: "reuse", "echo" or "auto", as in a Loader; empty decodes every image at every visit."""
     max_broken: float = 0.01
     """Share of the images that may be broken; others stand in for them, with loss weight 0."""
     auto: bool = False
-    """Measure the run and change the number of workers where that makes it faster; training stays what it is."""
+    """Measure the run and change the number of workers if that makes it faster; training itself does not change."""
     sinks: str = ""
-    """Where figures go besides the event log, with commas between: tensorboard:FOLDER, wandb:PROJECT, mlflow:URI."""
+    """Where figures go besides the event log, separated by commas: tensorboard:FOLDER, wandb:PROJECT, mlflow:URI."""
     seed: int = 0
     device: str = ""
     """cpu, cuda, cuda:1, ...; empty takes the best there is."""

@@ -35,7 +35,7 @@ Floats = npt.NDArray[np.float64]
 MIN_SPREAD = 0.002
 """Least spread, as a share of the largest metric: 0.2 points where that is an accuracy of 100%."""
 MIN_RESULTS = 6
-"""Validation results below which nothing is said."""
+"""With fewer validation results, nothing is said."""
 MIN_LAST_PROGRESS = 0.9
 """Progress that the last result must have reached."""
 MIN_LOSS_PER_RISE = 0.25
@@ -45,15 +45,15 @@ MAX_LOSS_PER_RISE = 1.5
 SPREADS_TO_BE_CERTAIN = 2.0
 """Spreads of noise that the least loss must exceed before it is said that fewer visits will cost."""
 LEVEL_BANDWIDTH = 0.15
-"""Progress either side that a level is taken from."""
+"""Progress on either side from which a level is estimated."""
 MAX_SHARE_WORTH_SAYING = 0.9
-"""Share of the epochs that must do at the most; a smaller saving is not mentioned."""
+"""A shorter run is mentioned only if it needs at most this share of the epochs."""
 MIN_SHARE_OF_EPOCHS = 0.2
-"""Least share of the epochs that is ever said to do."""
+"""Least share of the epochs that is ever called enough."""
 UNFINISHED_FALL = 0.1
 """Fall of the training loss over the last fifth of the visits from which a run without validation counts as unfinished."""
 MAX_LENGTHS_TRIED = 200
-"""Lengths that are tried at the most."""
+"""Most run lengths that are tried."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -73,9 +73,9 @@ class Shorter:
     share: float = 1.0
     """Share of the visits that was asked about."""
     loss_low: float | None = None
-    """Least loss to expect of a run with that share; None where nobody can say."""
+    """Least loss to expect from a run with that share; None if there is no estimate."""
     loss_high: float | None = None
-    """Largest loss to expect; None where nobody can say."""
+    """Largest loss to expect; None if there is no estimate."""
     metric_noise: float | None = None
     """Standard deviation of the results around a smooth curve."""
     enough_epochs: int | None = None

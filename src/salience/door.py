@@ -312,7 +312,7 @@ class Door:
 
     @property
     def probe(self) -> Probe | None:
-        """Measures the loader alone and the loop alone now and then; None unless somebody asked."""
+        """Measures the loader alone and the loop alone now and then; None unless it was asked for."""
         return self._run.watching.probe
 
     @probe.setter

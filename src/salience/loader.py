@@ -23,7 +23,7 @@ from salience.events import EventLog
 from salience.feed.dataset import SourceDataset
 from salience.feed.options import ReadingOptions, reading_options
 from salience.feed.sizes import memory_bytes
-from salience.feed.source import READING, Source
+from salience.feed.source import READING_OPTIONS, Source
 from salience.ledger import Ledger
 from salience.report.sinks import Sink
 from salience.run.deciding import Deciding, cores_of, first_cache
@@ -192,7 +192,7 @@ class Loader(Door):
 
 def _with_reading(dataset: Any, options: dict[str, Any]) -> tuple[Any, ReadingOptions]:
     """The data set and how it is read. Options of a Source among those of the Loader are passed on to it."""
-    given = {name: options.pop(name) for name in READING if name in options}
+    given = {name: options.pop(name) for name in READING_OPTIONS if name in options}
     if isinstance(dataset, Source):
         dataset = dataset.using(**given) if given else dataset
         return dataset, dataset.reading

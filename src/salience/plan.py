@@ -17,9 +17,9 @@ FORMAT = "salience-plan-1"
 FRESH, STORED, REUSED = range(3)
 """Treatment levels: every stage fresh; fresh, and the intermediate is kept; the intermediate is taken up."""
 VIEW_SHIFT = 2
-"""Bits of a level below the number of the view."""
+"""Low bits of a level that hold FRESH, STORED or REUSED; the number of the view is above them."""
 LEVEL_MASK = (1 << VIEW_SHIFT) - 1
-"""Those bits."""
+"""Mask of those low bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class Plan:
     importance: npt.NDArray[np.float32]
     """Rank-normalised importance in [0, 1], float32 [n]."""
     level: npt.NDArray[np.uint8]
-    """How each is treated, uint8 [n]: FRESH, STORED or REUSED, and in the upper six bits which view of the sample it is."""
+    """How each sample is treated, uint8 [n]: FRESH, STORED or REUSED, and in the upper six bits the number of the view."""
     drop_last: bool = False
     lr_scale: float = 1.0
     """Factor on the learning rate that goes with `batch_size`, where that was changed to keep the number of steps."""
@@ -67,10 +67,12 @@ class Plan:
                 )
             array.setflags(write=False)
         if self.ranks is not None and self.ranks.shape != (self.population,):
-            raise ConfigError(f"Plan.ranks has shape {self.ranks.shape}; it must be [{self.population}], one a sample.")
+            raise ConfigError(
+                f"Plan.ranks has shape {self.ranks.shape}; it must be [{self.population}], one per sample."
+            )
 
     def __len__(self) -> int:
-        """Samples in the plan."""
+        """Number of samples in the plan."""
         return len(self.ids)
 
     @property
@@ -80,7 +82,7 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps on one rank alone; `shard` knows the number for several."""
+        """Optimizer steps on a single rank; `shard` has the number for several ranks."""
         return len(_bounds(len(self.ids), self.batch_size, 1, self.drop_last)) - 1
 
     def shard(self, rank: int = 0, world: int = 1, shares: Sequence[float] | None = None) -> Shard:
@@ -93,7 +95,7 @@ class Plan:
             raise ConfigError(f"rank is {rank}; with {world} ranks it must be from 0 to {world - 1}.")
         parts = np.ones(world) if shares is None else np.asarray(shares, dtype=np.float64)
         if parts.shape != (world,) or (parts <= 0).any():
-            raise ConfigError(f"shares are {shares!r}; there must be {world} positive numbers, one a rank.")
+            raise ConfigError(f"shares are {shares!r}; there must be {world} positive numbers, one per rank.")
         bounds = _bounds(len(self.ids), self.batch_size, world, self.drop_last)
         sizes = np.diff(bounds)
         cuts = _cuts(sizes, parts / parts.sum())
@@ -146,7 +148,7 @@ class Shard:
     """Samples of each batch over all ranks."""
 
     def __len__(self) -> int:
-        """Batches."""
+        """Number of batches."""
         return len(self.start)
 
     def span(self, number: int) -> slice:
@@ -175,7 +177,7 @@ def _bounds(n: int, batch_size: int, world: int, drop_last: bool) -> npt.NDArray
 
 
 def _cuts(sizes: npt.NDArray[np.int64], shares: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """Edges inside each batch, int64 [ranks + 1, batches]: in proportion to `shares`, at least one sample a rank."""
+    """Edges inside each batch, int64 [ranks + 1, batches]: in proportion to `shares`, at least one sample per rank."""
     world = len(shares)
     edges = np.concatenate(([0.0], np.cumsum(shares)))
     edges[-1] = 1.0
@@ -188,7 +190,7 @@ def _cuts(sizes: npt.NDArray[np.int64], shares: npt.NDArray[np.float64]) -> npt.
 
 
 class Trace:
-    """Plans on disk, one file a window: recorded once, replayed through other stores, links or models."""
+    """Plans on disk, one file per window: recorded once, replayed through other stores, links or models."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)

@@ -69,7 +69,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Card:
-    """What the framework must know of a plug-in beyond its result."""
+    """What the framework must know about a plug-in besides its result."""
 
     needs: tuple[str, ...] = ()
     """Ledger columns it reads that are empty unless `loss()` is given more than the losses, e.g. `margin`; "reference":

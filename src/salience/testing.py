@@ -85,7 +85,7 @@ def _filter(call: Callable[..., Any], ledger: Ledger, options: dict[str, Any]) -
 
 def _score(call: Callable[..., Any], ledger: Ledger, options: dict[str, Any]) -> None:
     first, second = (np.asarray(call(_view(ledger), **options)) for _ in range(2))
-    assert first.shape == (N,), f"a score has one number a sample, got shape {first.shape}"
+    assert first.shape == (N,), f"a score has one number per sample, got shape {first.shape}"
     assert first.dtype.kind in "fiu", f"a score is a number, got {first.dtype}"
     np.testing.assert_array_equal(first, second, err_msg="two calls differ")
     if ledger.seen.any():

@@ -13,7 +13,7 @@ from PIL import Image
 from salience import Source
 from salience import ledger as ledgers
 from salience.cli import main
-from salience.cli.pictures import SIDE, SMALL, encoded, pictures
+from salience.cli.pictures import MAX_PNG_PIXELS, MAX_SIDE_PIXELS, encoded, pictures
 from salience.errors import DataError
 
 
@@ -113,7 +113,7 @@ def test_samples_of_a_source_have_their_pictures_and_broken_ones_none(place):
     made = pictures(str(place / "photos"), [0, 1, 47], ledger)
     assert set(made) == {0, 47}
     with Image.open(io.BytesIO(made[47])) as image:
-        assert image.size == (SIDE, SIDE)
+        assert image.size == (MAX_SIDE_PIXELS, MAX_SIDE_PIXELS)
 
 
 def test_a_damaged_ledger_is_left_out_with_a_word(runs, place, capsys):
@@ -151,7 +151,7 @@ def test_runs_are_compared_in_a_table_and_on_a_page(runs, capsys):
     assert "<h1>all · less</h1>" in Path("compare.html").read_text()
 
 
-@pytest.mark.parametrize(("side", "kind"), [(SMALL, b"\x89PNG"), (3 * SIDE, b"\xff\xd8")])
+@pytest.mark.parametrize(("side", "kind"), [(MAX_PNG_PIXELS, b"\x89PNG"), (3 * MAX_SIDE_PIXELS, b"\xff\xd8")])
 def test_a_picture_is_small(side, kind):
     pixels = np.random.default_rng(0).integers(0, 256, (3, side, side), dtype=np.uint8)
     made = encoded(pixels)

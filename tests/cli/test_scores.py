@@ -12,7 +12,7 @@ import torch
 from salience import ledger as ledgers
 from salience.app import checkpoint
 from salience.cli import main
-from salience.cli.scores import CHUNK, write_csv
+from salience.cli.scores import CHUNK_ROWS, write_csv
 from salience.ledger import COLUMNS, Ledger
 
 
@@ -67,9 +67,9 @@ def test_export_writes_every_column_without_loss(run: Path, tmp_path: Path):
 
 
 def test_export_of_many_samples_numbers_them_all(tmp_path: Path):
-    write_csv(Ledger(CHUNK + 3), tmp_path / "many.csv")
+    write_csv(Ledger(CHUNK_ROWS + 3), tmp_path / "many.csv")
     lines = (tmp_path / "many.csv").read_text().splitlines()
-    assert [line.partition(",")[0] for line in lines[1:]] == [str(i) for i in range(CHUNK + 3)]
+    assert [line.partition(",")[0] for line in lines[1:]] == [str(i) for i in range(CHUNK_ROWS + 3)]
 
 
 def test_merged_ledgers_vote(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

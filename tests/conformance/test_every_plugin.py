@@ -57,7 +57,7 @@ def too_much(clock):
     [
         ("scores", changing, "changed the ledger"),
         ("scores", restless, "two calls differ"),
-        ("scores", short, "one number a sample"),
+        ("scores", short, "one number per sample"),
         ("scores", undocumented, "docstring"),
         ("filters", silent, "reason"),
         ("samplers", doubling, "drawn twice"),

@@ -26,7 +26,7 @@ import salience
 from salience.errors import ConfigError, DataError, StoreError
 from salience.feed import cache as cached
 from salience.feed.cache import Handle
-from salience.feed.shared import SERIAL, WHOLE, Shared
+from salience.feed.shared import SERIAL_SHIFT, WHOLE, Shared
 from salience.feed.simulate import Lru, NeverEvict, fetched
 from salience.feed.sizes import size
 from salience.feed.source import _of_objects
@@ -469,11 +469,11 @@ def test_memory_is_opened_by_other_processes_and_closes_nothing_of_theirs():
 def test_who_waits_is_let_go_when_the_window_is_broken_off_or_has_failed():
     shared = Shared(n=1, ranks=1, capacity=64)
     handle = Handle(shared, 0, np.array([8]), views=False)
-    shared.first[0] = shared.staged[0] = one = 1 << SERIAL
+    shared.first[0] = shared.staged[0] = one = 1 << SERIAL_SHIFT
     shared.fail("the store is away", one + 5)
     with pytest.raises(StoreError, match="the store is away"):
         handle.read(one + 4, [0])
-    two = 2 << SERIAL
+    two = 2 << SERIAL_SHIFT
     shared.first[0], shared.staged[0], shared.state[0] = two, two + 1, WHOLE
     assert handle.read(two, [0]) == [bytes(8)]  # the trouble was that of the window before
     with pytest.raises(DataError, match="broken off"):

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from salience.config import SelectConfig, Use
 from salience.errors import ConfigError, LossError, StateError
 from salience.events import EventLog
 from salience.plan import Plan
+from salience.registry import card
 from salience.run.copying import Copying
 from salience.run.course import Course
 from salience.run.order import PlainOrder
@@ -16,6 +18,7 @@ from salience.run.part import Batch, Setup, Voice
 from salience.run.planning import Planning
 from salience.run.recording import Recording
 from salience.run.sensing import Sensing
+from salience.select import Verdict, View
 from salience.watch import Stopwatch
 
 N = 40
@@ -102,6 +105,19 @@ def test_copying_finds_byte_copies_by_their_fingerprints():
     copying.look(ledger, 0, last=True)
     assert copying.found is not None
     assert np.flatnonzero(copying.found.group >= 0).tolist() == [0, 1]
+
+
+def test_copies_are_searched_for_where_any_plug_in_declares_that_it_needs_them():
+    @card(needs=("copies",))
+    def twins(view: View, *, visits: float = 2.0, fewest: int = 1) -> Verdict:
+        return Verdict(reason=f"visits {visits}, fewest {fewest}")
+
+    setup, voice = a_setup(), a_voice()
+    needing = SelectConfig(filters=(Use(name=twins, options={"visits": 3.0, "fewest": 2}),))
+    search = Copying(setup, voice, Planning(setup, needing, voice).pipeline).search
+    assert search is not None
+    assert search.next_look == 3.0
+    assert Copying(setup, voice, Planning(setup, "uniform", voice).pipeline).search is None
 
 
 def test_sensing_without_a_model_hands_batches_on_and_says_nothing():

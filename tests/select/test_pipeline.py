@@ -138,7 +138,7 @@ def broken(view: View) -> np.ndarray:
     [
         (broken, "RuntimeError: out of luck"),
         (lambda view: np.zeros(3), r"shape \(3,\)"),
-        (lambda view: ["a"] * view.n, "one number a sample"),
+        (lambda view: ["a"] * view.n, "one number per sample"),
     ],
 )
 def test_a_plug_in_that_fails_is_named_and_switched_off_or_raises_when_strict(score, says):

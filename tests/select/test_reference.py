@@ -80,7 +80,7 @@ def test_ledgers_files_folders_and_arrays_mean_the_same(tmp_path):
         ([1.0, 2.0], "has 2 samples, the data set 3"),
         ([[1.0, 2.0, 3.0], [1.0, 2.0]], "has 2 samples, the data set 3"),
         (np.zeros((3, 2)), r"shape \(3, 2\)"),
-        (np.array(["a", "b", "c"]), "one loss a sample"),
+        (np.array(["a", "b", "c"]), "one loss per sample"),
         (Ledger(3), "knows the loss of no sample"),
     ],
 )

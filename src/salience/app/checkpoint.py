@@ -32,12 +32,12 @@ from salience.files import atomic, read_npz, write_npz
 LAST, PREVIOUS, PART, DAMAGED = "last.pt", "previous.pt", "last.pt.part", "last.pt.damaged"
 LEDGER, LOG, NAMES, COPIES, LOCK = "ledger.npz", "run.jsonl", "names.npz", "copies.npz", "lock"
 FORMAT, NAMES_FORMAT = "salience-checkpoint-1", "salience-names-1"
-SAME = ("model", "epochs", "batch_size", "lr", "weight_decay", "size", "seed")
-"""Settings a run cannot change on the way; of `select`, the loader takes care."""
+FIXED_SETTINGS = ("model", "epochs", "batch_size", "lr", "weight_decay", "size", "seed")
+"""Settings a run cannot change on the way; the loader takes care of `select`."""
 
 
 def exists(folder: Path) -> bool:
-    """Whether a run has left a checkpoint here, whole or not."""
+    """True if a run has left a checkpoint here, whole or not."""
     return any((folder / name).exists() for name in (LAST, PREVIOUS))
 
 
@@ -141,7 +141,7 @@ def check_fits(saved: Mapping[str, Any], config: TrainConfig, classes: Sequence[
             f"The checkpoint in {config.out!r} was made from other images: the list of names differs from that of "
             f"{config.data!r}; resume with the very same data, or choose another --out."
         )
-    for name in SAME:
+    for name in FIXED_SETTINGS:
         was, now = saved["config"][name], getattr(config, name)
         if was != now:
             raise StateError(

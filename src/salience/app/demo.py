@@ -24,8 +24,8 @@ from salience.loader import Loader
 from salience.report.console import Bars, bars, say, table
 from salience.schedule import one_cycle
 
-BATCH = 64
-PEAK = 0.1
+BATCH_SIZE = 64
+PEAK_LEARNING_RATE = 0.1
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ def main(*, samples: int = 0, epochs: int = 0, seed: int = 0, quick: bool = Fals
 
 def make_arms(train: Glyphs, epochs: int, seed: int) -> list[DemoArm]:
     data = TensorDataset(torch.from_numpy(train.images), torch.from_numpy(train.labels))
-    ours = Loader(data, BATCH, epochs=epochs, select="default", seed=seed)
+    ours = Loader(data, BATCH_SIZE, epochs=epochs, select="default", seed=seed)
 
     def spent() -> int:
         return ours.visits_expected or 0
@@ -79,7 +79,8 @@ def make_arms(train: Glyphs, epochs: int, seed: int) -> list[DemoArm]:
 
     plain = {"all data": full, "shorter": spent}
     arms = [
-        DemoArm(name, Loader(data, BATCH, seed=seed), _model(train, seed), budget) for name, budget in plain.items()
+        DemoArm(name, Loader(data, BATCH_SIZE, seed=seed), _model(train, seed), budget)
+        for name, budget in plain.items()
     ]
     return [*arms, DemoArm("salience", ours, _model(train, seed), spent)]
 
@@ -107,14 +108,16 @@ def take_turns(arms: list[DemoArm], test: Glyphs, shown: Bars) -> None:
 
 def train_arm(arm: DemoArm, test: Glyphs) -> Generator[DemoArm]:
     """Train until the budget is spent, handing over after every epoch; the schedule runs over the budget."""
-    optimizer = torch.optim.SGD(arm.model.parameters(), lr=PEAK, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    optimizer = torch.optim.SGD(
+        arm.model.parameters(), lr=PEAK_LEARNING_RATE, momentum=0.9, nesterov=True, weight_decay=5e-4
+    )
     while (left := arm.budget() - arm.visits) > 0:
         begin, total, count = time.perf_counter(), 0.0, 0
         arm.model.train()
         for x, y in arm.loader:
             x, y = x[:left], y[:left]
             for group in optimizer.param_groups:
-                group["lr"] = PEAK * one_cycle(arm.progress)
+                group["lr"] = PEAK_LEARNING_RATE * one_cycle(arm.progress)
             logits = arm.model(to_input(x))
             losses = F.cross_entropy(logits, y, reduction="none")
             # A shorter run may end inside a batch; only whole batches are recorded.

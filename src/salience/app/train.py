@@ -34,7 +34,7 @@ from salience.errors import ConfigError, StateError
 from salience.events import Event, EventLog
 from salience.feed.sizes import parse_bytes
 from salience.loader import Loader
-from salience.report.console import RATE, Bars, bars, say, table
+from salience.report.console import SECONDS_BETWEEN_UPDATES, Bars, bars, say, table
 from salience.report.text import render
 from salience.run import resolve
 from salience.schedule import ProgressLR
@@ -43,7 +43,7 @@ from salience.select.findings import save_copies
 from salience.treat import Stage, Treat
 
 MOMENTUM = 0.9
-KEPT_TESTS = 1 << 30
+MAX_KEPT_TEST_BYTES = 1 << 30
 """Bytes of test images that are decoded once and kept."""
 
 
@@ -111,7 +111,7 @@ class Training:
         )
         self.loader = self._make_loader(fresh=saved is None)
         self.loader.attach(self.model, features=not config.select)
-        self._keeps_tests = 3 * data.size**2 * data.tested <= KEPT_TESTS
+        self._keeps_tests = 3 * data.size**2 * data.tested <= MAX_KEPT_TEST_BYTES
         self._tests: list[tuple[Tensor, Tensor]] = []
         self.test = DataLoader(
             data.test, batch_size=config.batch_size, generator=torch.Generator(),
@@ -191,7 +191,7 @@ class Training:
                 self._clock(begin)
                 self.save()
             now = time.perf_counter()
-            if now - said >= RATE:  # reading the sums waits for the device: seldom
+            if now - said >= SECONDS_BETWEEN_UPDATES:  # reading the sums waits for the device: seldom
                 said = now
                 # Short, so that beside it a bar fits into 80 columns.
                 note = f"{epoch + 1}/{self.config.epochs} loss {losses.item() / count:.3f} "

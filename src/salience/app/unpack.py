@@ -14,14 +14,14 @@ from salience.files import atomic
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
-MAGIC = b"\x1f\x8b"
+GZIP_MAGIC = b"\x1f\x8b"
 
 
 def plain_tar(tar: Path, cache: Path | None = None, progress: Progress | None = None) -> Path:
     """The tar itself, or the plain twin of a gzipped one in `cache` (by default $XDG_CACHE_HOME/salience)."""
     try:
         with tar.open("rb") as file:
-            if file.read(len(MAGIC)) != MAGIC:
+            if file.read(len(GZIP_MAGIC)) != GZIP_MAGIC:
                 return tar
         status = tar.stat()
     except OSError as cause:

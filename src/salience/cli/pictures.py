@@ -15,10 +15,10 @@ from salience.errors import BrokenSample, DataError, SalienceError
 if TYPE_CHECKING:
     from salience.ledger import Ledger
 
-SIDE = 96
-"""Pixels of a side at most."""
-SMALL = 48
-"""Up to this many pixels PNG, which keeps every one of them; above, JPEG."""
+MAX_SIDE_PIXELS = 96
+"""Most pixels per side."""
+MAX_PNG_PIXELS = 48
+"""Pictures up to this many pixels per side are PNG, which loses nothing; larger ones are JPEG."""
 
 Read = Callable[[int], npt.NDArray[np.uint8]]
 """From a sample's id to its pixels, uint8 [channels, height, width]."""
@@ -41,9 +41,9 @@ def encoded(pixels: npt.NDArray[np.uint8]) -> bytes:
     from PIL import Image
 
     image = Image.fromarray(pixels.transpose(1, 2, 0) if len(pixels) == 3 else pixels[0])
-    image.thumbnail((SIDE, SIDE))
+    image.thumbnail((MAX_SIDE_PIXELS, MAX_SIDE_PIXELS))
     file = io.BytesIO()
-    if max(image.size) <= SMALL:
+    if max(image.size) <= MAX_PNG_PIXELS:
         image.save(file, "PNG", optimize=True)
     else:
         image.save(file, "JPEG", quality=80)
@@ -90,5 +90,5 @@ def _source(data: str) -> tuple[npt.NDArray[Any], Read]:
     from salience.feed import Source
 
     source = Source(data if "://" in data else str(Path(data).expanduser()))
-    images = Images(source, Decode(SIDE))
+    images = Images(source, Decode(MAX_SIDE_PIXELS))
     return source.labels, lambda i: images[i][0]

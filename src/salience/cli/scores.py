@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from salience.ledger import Ledger
     from salience.select.findings import Findings
 
-DIGITS = {2: 5, 4: 9}
+EXACT_DIGITS = {2: 5, 4: 9}
 """Bytes of a float -> digits that lose nothing of it."""
-CHUNK = 1 << 16
+CHUNK_ROWS = 1 << 16
 ACTIONS = ("list", "show", "export", "merge")
 """The first is the one that may be left out."""
 SECTIONS = {
@@ -269,16 +269,16 @@ def write_csv(found: Ledger, path: Path) -> None:
     try:
         with atomic(path) as file:
             file.write((",".join(["id", *columns]) + "\n").encode("ascii"))
-            for start in range(0, found.n, CHUNK):
-                lists = [column[start : start + CHUNK].tolist() for column in columns.values()]
-                rows = zip(range(start, min(start + CHUNK, found.n)), *lists, strict=True)
+            for start in range(0, found.n, CHUNK_ROWS):
+                lists = [column[start : start + CHUNK_ROWS].tolist() for column in columns.values()]
+                rows = zip(range(start, min(start + CHUNK_ROWS, found.n)), *lists, strict=True)
                 file.write("".join([line % row for row in rows]).replace("nan", "").encode("ascii"))
     except OSError as cause:
         raise _cannot_write(path, cause) from cause
 
 
 def _format(column: np.ndarray) -> str:
-    return f"%.{DIGITS[column.itemsize]}g" if column.dtype.kind == "f" else "%d"
+    return f"%.{EXACT_DIGITS[column.itemsize]}g" if column.dtype.kind == "f" else "%d"
 
 
 def _cannot_write(path: str | Path, cause: OSError) -> StateError:

@@ -2,7 +2,7 @@
 
     window measured -> best predicted lever goes on -> windows with and without it -> kept, or undone
 
-One settings value a window, one question at each window's edge; the loader applies the answer.
+One settings value per window, one question at each window's edge; the loader applies the answer.
 """
 
 from salience.decide.auto import Auto

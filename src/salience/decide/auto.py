@@ -1,4 +1,4 @@
-"""What a Loader has of this room: the controller, and how it sees a window."""
+"""What a run uses of this room: the controller, and the measurement of each window for it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from salience.watch.steps import Step, Steps
 
 POLICIES = ("heuristic", "bandit")
 MAX_TIMED_BATCHES = 8
-"""Batches of a probe whose time is taken, at most."""
+"""Most batches of a probe that are timed."""
 
 
 class Auto:
-    """Sees windows, and asks the controller between them."""
+    """Measures windows, and asks the controller between them."""
 
     def __init__(
         self, what: bool | str | Path, baseline: Paths | None, *, epochs: int | None, policy: str = "heuristic"
@@ -38,7 +38,7 @@ class Auto:
         self._recorded = recorded(what) if isinstance(what, (str, Path)) and what != "lossy" else None
         self._baseline = baseline
         self.lossy = what == "lossy" or baseline is not None
-        """Whether levers that change training may be tried."""
+        """True if levers that change training may be tried."""
         if self._recorded is not None:
             self.lossy = any(settings.lossy for settings in self._recorded.values())
         self.controller = Controller(Settings(), windows=epochs, batches=0)
@@ -51,11 +51,11 @@ class Auto:
 
     @property
     def replays(self) -> bool:
-        """Whether an earlier run decides."""
+        """True if the decisions of an earlier run are replayed."""
         return self._recorded is not None
 
     def start(self, settings: Settings, batches: int, *, decides: bool = True, adopted: bool = False) -> None:
-        """Begin with these, in windows of `batches`; the rank that decides reads the baseline. `adopted`: the cache is ours."""
+        """Begin; windows have `batches` each. The deciding rank reads the baseline. `adopted`: the cache is a lever."""
         if self._recorded is not None:
             self.controller = Replay(settings, self._recorded)
             return
@@ -65,7 +65,7 @@ class Auto:
         self.controller = self._policy(settings, **given)
 
     def open(self, steps: Steps, batches: int, *, ahead: int, planned: float, restarts: bool) -> Probe | None:
-        """A window begins; the probe for it, where one is wanted and fits."""
+        """A window begins; returns the probe for it, if one is wanted and fits."""
         self._first, self._mark, self._batches, self._ahead = steps.count == 0, steps.count, batches, ahead
         self._lead, self._planned = planned - self._planned, planned
         self._restarts, self._whole, self._probe = restarts, False, None
@@ -83,7 +83,7 @@ class Auto:
         self.controller.held += sum(step.held for step in self._steps(steps))
 
     def edge(self, window: int, steps: Steps, available: AvailableLevers) -> list[Decision]:
-        """Between two windows: what the controller makes of the last one."""
+        """Between two windows: the decisions of the controller on the last one."""
         return self.controller.edge(window, self._timing(steps), available)
 
     def _timing(self, steps: Steps) -> WindowTiming | None:

@@ -1,11 +1,11 @@
-"""A learned policy beside the heuristic: settings by what is predicted of them, and by what earlier windows of the run gained.
+"""A policy that learns: settings are chosen by their predicted gain and by what earlier windows of the run gained.
 
 Each way to switch levers on (an arm) has a gain g = log(seconds of a window without them / seconds with them), believed to be
 
     before       g ~ N(k log(predicted), (SPREAD + DOUBT log(predicted))^2)    k = how far predictions came true so far
     windows      g ~ N(b - mean log seconds, NOISE^2 (1/windows + 1/windows without))
 
-and the two are put together by their precision. The arm with the highest mean + c sd is next, c falling from 1 to 0 over the
+and the two are combined by their precision. The arm with the highest mean + c sd is next, c falling from 1 to 0 over the
 run, so that nothing is tried when it can no longer pay.
 """
 
@@ -26,14 +26,14 @@ from salience.select.steering import History
 from salience.watch.model import MIN_SPEEDUP_TO_TRY, Costs, Lever, ceiling, find_bottleneck
 
 EXPLORED_SHARE = 0.1
-"""Share of the run's windows that may go to settings which are not expected to be the best."""
+"""Largest share of the run's windows for settings that are not expected to be the best."""
 SPREAD, DOUBT, NOISE = 0.05, 0.3, 0.06
 TRUST, TRUST_SD = 0.8, 0.3
 """k before anything is known, and its standard deviation: predictions are what a lever gains at most."""
 PREDICTION_SD = 0.1
 """Standard deviation of a gain around k log(predicted)."""
 MIN_PLAIN_WINDOWS = 3
-"""Windows without any lever, where the best one gains so little that it may be nothing."""
+"""Fewest windows without any lever if the best one gains so little that it may be nothing."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class Belief:
     sd: float
 
     def with_(self, mean: float, sd: float) -> Belief:
-        """Both together."""
+        """This belief combined with an independent one."""
         a, b = 1 / self.sd**2, 1 / sd**2
         return Belief((a * self.mean + b * mean) / (a + b), (a + b) ** -0.5)
 
@@ -59,7 +59,7 @@ class Arm:
     exact: bool
     remembers: bool
     left: float = 1.0
-    """Share of the samples it is going to visit in the windows that are left."""
+    """Share of the samples that it visits in the windows that are left."""
     logs: list[float] = field(default_factory=list[float])
     """Logarithms of windows' seconds, as if all samples had been visited."""
 
@@ -98,7 +98,7 @@ def arms_of(costs: Costs, single: Sequence[Option], base: Settings) -> list[Arm]
 
 
 class Bandit(Controller):
-    """The same questions at the same edges, other answers."""
+    """A Controller that chooses among combinations of levers by what it has learnt."""
 
     learns = True
 
@@ -122,7 +122,7 @@ class Bandit(Controller):
         """The window in progress fills a cache."""
         self._explored = 0
         self._kept: set[str] = set()
-        """Arms of which it was said that they stay."""
+        """Arms that were reported to stay."""
         self._cache = (0, 1.0)
         """What a cache could have, and the share of the source that fits."""
 
@@ -198,7 +198,7 @@ class Bandit(Controller):
         return sum(self._plain) / len(self._plain) - sum(arm.logs) / len(arm.logs) - math.log(arm.left)
 
     def belief(self, arm: Arm) -> Belief:
-        """In the gain of an arm."""
+        """The belief in the gain of an arm."""
         x = max(0.0, math.log(arm.predicted))
         own = [
             (math.log(other.predicted), self._gain(other)) for other in self._arms if other.logs and other is not arm
@@ -257,7 +257,7 @@ class Bandit(Controller):
         return said
 
     def _stays(self, window: int, arm: Arm | None, beliefs: Mapping[str, Belief]) -> list[Decision]:
-        """Said once of an arm, when two of its windows are known."""
+        """Report once that an arm stays, when two of its windows are known."""
         if arm is None or len(arm.logs) < 2 or arm.name in self._kept:
             return []
         self._kept.add(arm.name)

@@ -21,10 +21,11 @@ from salience.select.steering import History, band
 from salience.watch.model import MIN_SPEEDUP_TO_TRY, Bottleneck, Costs, Lever, ceiling, find_bottleneck
 
 STEP_DRIFT = 1.15
+"""The run is measured again when the seconds per step change by more than this factor."""
 TRIAL_SHARE = 0.3
-"""Share of the run's windows that trials which ended with undoing may take."""
+"""Largest share of the run's windows for trials that end with undoing."""
 HELD_SHARE = 0.01
-"""Share of the run's batches that probes may hold back."""
+"""Largest share of the run's batches that probes may hold back."""
 LOSSY_LEVERS = {"treat": 'treat="reuse"', "select": 'select="default"'}
 
 
@@ -33,7 +34,7 @@ class Decision:
     """One line of the event log."""
 
     window: int
-    """From which on it holds."""
+    """First window under this decision."""
     lever: str
     action: str
     """"try", "keep", "undo" or "skip"."""
@@ -44,7 +45,7 @@ class Decision:
 
 
 class Controller:
-    """Decides by measured windows; `settings` and `probing` are those of the next one."""
+    """Decides from measured windows; `settings` and `probing` are those of the next window."""
 
     learns = False
 
@@ -61,19 +62,19 @@ class Controller:
         """`adopted`: the cache of `start` is a lever that is on from the first window, which fills it."""
         self.settings = start
         self.fills = adopted
-        """Whether the window in progress fills a cache that is on from the start."""
+        """True if the window in progress fills a cache that is on from the start."""
         self.probing = True
-        """Whether the next window is to be measured with a probe."""
+        """True if the next window is to be measured with a probe."""
         self.held = 0
         """Batches that probes held back so far."""
         self.verdict: Bottleneck | None = None
-        """Of the last window that was measured."""
+        """The bottleneck of the last window that was measured."""
         self._windows, self._batches = windows, batches
         self._lossy, self._histories = lossy or bool(histories), histories
         self.costs: Costs | None = None
-        """As measured with it."""
+        """The costs measured in that window."""
         self._step: float | None = None
-        """Seconds of a step when it was measured last."""
+        """Seconds per step at the last measurement."""
         self._trial: Trial | None = None
         self._spent = 0
         """Windows of trials that ended with undoing."""
@@ -82,7 +83,7 @@ class Controller:
         self._banned: set[str] = set()
         """Levers that are never tried again: under them the metric left the baseline's band, or they failed."""
         self._proven: set[str] = set()
-        """Those under which it did not."""
+        """Lossy levers under which the metric stayed in the baseline's band."""
         self._said: set[str] = set()
         self._heard: tuple[float, float] | None = None
 
@@ -92,12 +93,12 @@ class Controller:
         return int(HELD_SHARE * self._batches) - self.held
 
     def hear(self, metric: float, progress: float) -> None:
-        """A validation result; it counts where a lossy lever was on."""
+        """Take a validation result; it counts if a lossy lever was on."""
         if self.settings.lossy:
             self._heard = metric, progress
 
     def edge(self, window: int, timing: WindowTiming | None, available: AvailableLevers) -> list[Decision]:
-        """`window` begins; `timing` is the one before it, None where it was not whole or too short."""
+        """`window` begins; `timing` is that of the window before, None if that was not whole or too short."""
         said = self._guard(window)
         if any(decision.action == "undo" for decision in said):  # this window says nothing of what comes
             return said
@@ -155,7 +156,7 @@ class Controller:
         ]
 
     def _against(self, option: Option, window: int) -> str:
-        """Why a lever is not tried; nothing where it may be."""
+        """Why a lever is not tried; empty if it may be."""
         needed = windows_needed(option)
         if option.name in self._banned:
             return "it was undone for good"
@@ -172,7 +173,7 @@ class Controller:
         return ""
 
     def _judge(self, window: int, timing: WindowTiming, trial: Trial) -> list[Decision]:
-        """Count the window, and keep or undo the lever where that can be said."""
+        """Count the window, and keep or undo the lever if the trial is over."""
         self._trial = trial = trial.after(timing, self.settings)
         self.settings, found = trial.next, trial.verdict
         if found is None:
@@ -224,7 +225,7 @@ class Controller:
         return [Decision(window=window, lever=name, action="undo", reason=reason) for name in on]
 
     def failed(self, window: int, before: Settings, why: str) -> Decision:
-        """What was to be switched could not be: everything stays as it was before."""
+        """A lever could not be switched: everything stays as it was before."""
         name = "settings" if self._trial is None else self._trial.option.name
         self._banned.add(name)
         self._trial, self.settings = None, before
@@ -235,7 +236,7 @@ class Controller:
         return "" if self.verdict is None else f"{self.verdict.kind}: {self.verdict.cause}"
 
     def _skip(self, window: int, lever: str, predicted: float | None, reason: str) -> Decision | None:
-        """Said once for each lever and reason."""
+        """A decision to skip; each lever and reason is reported once."""
         if f"{lever}: {reason}" in self._said:
             return None
         self._said.add(f"{lever}: {reason}")

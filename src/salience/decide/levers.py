@@ -9,19 +9,19 @@ from salience.decide.settings import Settings
 from salience.watch.model import Costs, Lever, ceiling, more_workers
 
 REUSED_SHARE = 0.75
-"""Share of the visits that take up an intermediate, at most: one is made for four visits."""
+"""Largest share of the visits that reuse an intermediate: one is made for four visits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AvailableLevers:
-    """What can be switched in this run."""
+    """What can be switched on in this run."""
 
     cores: int = 1
-    """For the workers of one rank; 0 where their number must stay."""
+    """Cores for the workers of one rank; 0 if the number of workers must not change."""
     cache: int = 0
-    """Bytes that a cache could have; 0 where there can be none."""
+    """Bytes that a cache could have; 0 if there can be none."""
     share: float = 1.0
-    """Of the source that would fit into it."""
+    """Share of the source that would fit into that cache."""
     reusable: tuple[str, ...] = ()
     """Stages whose results could be reused."""
     keep: Sequence[float] = ()
@@ -32,24 +32,24 @@ class AvailableLevers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """One lever that could go on now."""
+    """One lever that could be switched on now."""
 
     name: str
     """As the user would write it."""
     exact: bool
-    """Whether the run stays exactly as it was."""
+    """True if the run stays exactly the same."""
     remembers: bool
-    """Whether its gain builds up over a window, so that it cannot be judged by turns."""
+    """True if its gain builds up over a window, so that switching it on and off in turn says nothing."""
     settings: Settings
-    """With it on."""
+    """The settings with this lever on."""
     predicted: float
-    """The speed-up at most."""
+    """Largest possible speed-up."""
     saves: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Stage -> share of its cost that goes, at most."""
+    """Stage -> largest share of its cost that is saved."""
 
 
 def options(costs: Costs, now: Settings, available: AvailableLevers, window: int) -> list[Option]:
-    """Everything that is off and could be on from `window` on."""
+    """Every lever that is off and could be on from `window` onwards."""
     found: list[Option] = []
 
     def add(lever: Lever, settings: Settings, *, remembers: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What may differ from window to window, as a value; and the settings of an earlier run, by its event log."""
+"""What may differ from window to window, as a value; and the settings of an earlier run, read from its event log."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ class Settings:
 
     workers: int = 0
     cache: int = 0
-    """Bytes; 0 = none."""
+    """Bytes of the cache; 0 = no cache."""
     treat: bool = False
-    """Whether intermediates are reused."""
+    """True if intermediates are reused."""
     select: bool = False
-    """Whether fewer samples are visited."""
+    """True if fewer samples are visited."""
 
     @property
     def lossy(self) -> bool:
-        """Whether the model may come out another one."""
+        """True if this can change the trained model."""
         return self.treat or self.select
 
     @property
     def numbers(self) -> list[float]:
-        """For the other ranks."""
+        """The settings as numbers, for the other ranks."""
         return [float(value) for value in astuple(self)]
 
     @classmethod
@@ -39,7 +39,7 @@ class Settings:
 
 
 def recorded(path: str | Path) -> dict[int, Settings]:
-    """The `settings` events of a log (or run folder with one): from which window on what held."""
+    """The `settings` events of a log (or run folder with one): the first window of each setting, and the setting."""
     path = Path(path)
     path = path / "run.jsonl" if path.is_dir() else path
     names = [field.name for field in fields(Settings)]

@@ -1,4 +1,4 @@
-"""One window as it was: its seconds as they would be without a probe, and what each part of a step costs."""
+"""The timing of one window: its seconds as they would be without a probe, and what each part of a step costs."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from salience.watch.probe import WARMUP_STEPS, costs_of
 from salience.watch.steps import Step
 
 DROPPED_STEPS = 4
-"""First steps of a window whose computing does not count: something may just have been switched."""
+"""First steps of a window that do not count: something may just have been switched."""
 MAX_BLOCKS = 8
+"""Most parts that a window is divided into, to be compared with those of another."""
 MIN_STEPS = 4
-"""Steps below which a window says nothing."""
+"""A window with fewer steps says nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowTiming:
-    """A whole window."""
+    """The seconds of one whole window."""
 
     seconds: float
-    """Planning, workers that start, and all its steps."""
+    """Seconds of the window: planning, starting workers, and all steps."""
     step: float
-    """Seconds of a step behind the first ones."""
+    """Mean seconds per step, without the first steps."""
     blocks: tuple[float, ...]
-    """The same, of equal parts of the window one after the other."""
+    """Mean seconds per step in consecutive equal parts of the window."""
     costs: Costs | None
 
 
@@ -43,12 +44,12 @@ def measure_window(
     restarts: bool,
     fills: bool = False,
 ) -> WindowTiming | None:
-    """From the steps of a window of `batches`; None where they are too few.
+    """Time a window of `batches` by its steps; None if there are too few.
 
     `lead`: seconds before the first. `inputs`: what probes measured. `ahead`: batches that are ready after a probe, whose waits
-    say nothing. `first`: the run's first window, in which everything warms up. `restarts`: whether workers start anew in
-    every window, so that waiting for them belongs to each. `fills`: a cache is filled, mostly in the window's first steps,
-    so that waits of all count.
+    say nothing. `first`: the run's first window, in which everything warms up. `restarts`: workers are started again
+    in every window, so that waiting for them is part of each. `fills`: a cache is filled, mostly in the first steps of the
+    window, so that the waits of all steps count.
     """
     natural, ready = list[Step](), 0
     for step in steps:
@@ -73,7 +74,7 @@ def measure_window(
 
 
 def _filling(natural: Sequence[Step], body: Sequence[Step], batches: int, lead: float, workers: int) -> WindowTiming:
-    """Waits of all steps and computing of those behind the first; input alone is as slow as both together."""
+    """Waits of all steps, and computing of those after the first; input alone is taken to be as slow as both together."""
     wait = float(np.mean([step.wait if step.idle is None else min(step.idle, step.wait) for step in natural]))
     forward, backward = np.mean([(step.forward, step.backward) for step in body], axis=0).tolist()
     names = {name: 0 for step in natural for name in step.work}

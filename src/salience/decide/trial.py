@@ -20,14 +20,14 @@ from salience.stats import paired_interval
 MIN_SPEEDUP_TO_KEEP = 1.02
 """A lever stays on if the lower bound of its speed-up is above this."""
 MIN_FIRST_SPEEDUP = 1 / 1.1
-"""A speed-up of the first pair under this ends the trial at once."""
+"""If the speed-up of the first pair is below this, the trial ends at once."""
 MAX_PAIRS = 4
-"""After so many the trial ends, whatever it says."""
+"""After this many pairs the trial ends, whatever the result."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gain:
-    """A measured speed-up, and where it lies: each end is passed with 5% probability."""
+    """A measured speed-up with its interval: the true value lies beyond each end with 5% probability."""
 
     speedup: float
     low: float
@@ -35,7 +35,7 @@ class Gain:
 
 
 def gain(off: Sequence[float], on: Sequence[float]) -> Gain:
-    """From pairs of seconds, one without and one with the lever; of a single pair the ends are not known."""
+    """The speed-up from pairs of seconds without and with the lever; a single pair has no interval."""
     k = min(len(off), len(on))
     d = np.log(np.asarray(off[:k], dtype=float)) - np.log(np.asarray(on[:k], dtype=float))
     found = paired_interval(d.tolist(), 0.90)  # 5% on each side
@@ -50,25 +50,25 @@ class Trial:
 
     option: Option
     base: Settings
-    """Without it."""
+    """The settings without the lever."""
     off: tuple[float, ...]
     on: tuple[float, ...] = ()
-    """Seconds of windows; of a lever that remembers, those of the parts of one window."""
+    """Seconds of windows with the lever; for a lever that remembers, of the parts of one window."""
     filled: bool = False
     whole: bool = False
-    """Whether it was on from the start: then whole windows are compared, that which filled it with the next."""
+    """True if the lever was on from the start: then the window that filled it is compared with the next."""
     windows: int = 0
-    """That it has taken so far,"""
+    """Windows that the trial has taken so far."""
     unseen: int = 0
-    """and those of them that could not be measured."""
+    """Windows of the trial that could not be measured."""
 
     @classmethod
     def of(cls, option: Option, base: Settings, timing: WindowTiming) -> Trial:
-        """Begins behind a window that was measured without the lever."""
+        """A trial that begins after a window measured without the lever."""
         return cls(option=option, base=base, off=timing.blocks if option.remembers else (timing.seconds,))
 
     def after(self, timing: WindowTiming, settings: Settings) -> Trial:
-        """With the window that was just measured, under `settings`."""
+        """This trial with the window that was just measured under `settings`."""
         trial = replace(self, windows=self.windows + 1)
         if settings != self.option.settings:
             return replace(trial, off=(*self.off, timing.seconds))
@@ -80,18 +80,18 @@ class Trial:
 
     @property
     def next(self) -> Settings:
-        """What to do in the next window, where it is not over: the lever off after on, on after off."""
+        """The settings of the next window while the trial lasts: the lever is on and off in turn."""
         return self.base if len(self.on) == len(self.off) and not self.option.remembers else self.option.settings
 
     @property
     def gain(self) -> Gain | None:
-        """None as long as nothing can be said."""
+        """The speed-up measured so far; None while nothing can be said."""
         whole = bool(self.on) and (self.option.remembers or len(self.on) == len(self.off))
         return gain(self.off, self.on) if whole else None
 
     @property
     def verdict(self) -> tuple[bool, str] | None:
-        """Whether to keep it, and why; None as long as it goes on."""
+        """True to keep the lever or False to undo it, and why; None while the trial goes on."""
         found, pairs = self.gain, len(self.on)
         if found is None:
             return None
@@ -118,5 +118,5 @@ class Trial:
 
 
 def windows_needed(option: Option) -> int:
-    """At least, behind one without it: filling and judging, or with, without, with."""
+    """Fewest windows of a trial after one without the lever: filling and judging, or with, without, with."""
     return 2 if option.remembers else 3

@@ -24,8 +24,8 @@ from salience.events.coding import Malformed, decode, encode, plain
 from salience.events.kinds import KINDS, EventData
 
 VERSION = 2
-LARGEST = 10**18
-"""No number in an event is larger; one that is, is damage."""
+LARGEST_NUMBER = 10**18
+"""No valid event has a larger number; one that has is damaged."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,7 +183,7 @@ def _parsed(text: str) -> dict[str, Any] | None:
 def _bounded(kind: Callable[[str], float]) -> Callable[[str], float]:
     def parse(text: str) -> float:
         value = kind(text)
-        if abs(value) > LARGEST:
+        if abs(value) > LARGEST_NUMBER:
             raise ValueError(text)
         return value
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from salience.feed.reads import Broken
-from salience.feed.shared import ABSENT, BROKEN, KEPT, WHOLE, Shared
+from salience.feed.shared import ABSENT, BROKEN, KEPT_FLAG, WHOLE, Shared
 from salience.feed.space import Space
 
 HERE = WHOLE | BROKEN
@@ -32,7 +32,7 @@ class Arena:
         return self._space.size
 
     def has(self, i: int) -> bool:
-        """Whether its bytes are here, or what is wrong with them."""
+        """True if its bytes are here, or what is wrong with them."""
         return bool(self.shared.state[i] & HERE)
 
     def take(self, i: int) -> int | None:
@@ -89,16 +89,16 @@ class Arena:
             self.tidy(i)
 
     def keep(self, i: int, on: bool) -> None:
-        """Whether the cache means to keep it."""
+        """True if the cache is going to keep it."""
         if on:
-            self.shared.state[i] |= KEPT
+            self.shared.state[i] |= KEPT_FLAG
         else:
-            self.shared.state[i] &= ~KEPT & 0xFF
+            self.shared.state[i] &= ~KEPT_FLAG & 0xFF
             self.tidy(i)
 
     def forget(self) -> None:
         """The cache keeps nothing any more; `tidy_all` when it has said anew what it keeps."""
-        self.shared.state &= ~KEPT & 0xFF
+        self.shared.state &= ~KEPT_FLAG & 0xFF
 
     def tidy_all(self) -> None:
         for i in np.flatnonzero(self.shared.state & HERE).tolist():
@@ -107,7 +107,7 @@ class Arena:
     def tidy(self, i: int) -> None:
         """Give its place back if nobody needs it; a broken one is asked for again."""
         state = self.shared.state[i]
-        if not self._pins[i] and (state & BROKEN or not state & KEPT):
+        if not self._pins[i] and (state & BROKEN or not state & KEPT_FLAG):
             self._drop(i)
 
     def squeeze(self, ids: Iterable[int], wanted: int | None = None) -> tuple[int | None, int]:
@@ -132,4 +132,4 @@ class Arena:
         if state[i] & HERE:
             size = self._lengths.pop(i) if state[i] & BROKEN else int(self.sizes[i])
             self._space.give(int(self.shared.offset[i]), size)
-            state[i] = ABSENT | (state[i] & KEPT)
+            state[i] = ABSENT | (state[i] & KEPT_FLAG)

@@ -17,7 +17,7 @@ from salience.feed.policy import Ids, OpenPolicy
 from salience.feed.process import Job, Process
 from salience.feed.reads import Broken, Counts
 from salience.feed.schedule import FeedWindow, Limits, in_order
-from salience.feed.shared import BROKEN, SERIAL, WHOLE, Shared, shared_bytes
+from salience.feed.shared import BROKEN, SERIAL_SHIFT, WHOLE, Shared, shared_bytes
 from salience.feed.simulate import rival_bytes
 from salience.feed.sizes import size
 from salience.feed.source import Source
@@ -121,7 +121,7 @@ class Feed:
         resident, self._restored = self._restored, None
         self._serial += 1
         self._windows[plan.window] = None
-        first = self._serial << SERIAL
+        first = self._serial << SERIAL_SHIFT
         self.shared.first[self._rank] = first
         self.shared.done[self._rank] = first
         self._done = set()
@@ -153,7 +153,7 @@ class Feed:
 
     def ticket(self, position: int) -> int:
         """The ticket of the batch at `position` among those wanted in this window."""
-        return (self._serial << SERIAL) + position
+        return (self._serial << SERIAL_SHIFT) + position
 
     def delivered(self, ticket: int) -> list[str]:
         """Give back the memory of a batch that was handed on; returns warnings of the feeder since the last call."""
@@ -174,7 +174,7 @@ class Feed:
     def break_off(self, serial: int) -> None:
         """End a window early: workers that wait for one of its batches are let go."""
         if serial == self._serial:
-            self.shared.first[self._rank] = (serial + 1) << SERIAL
+            self.shared.first[self._rank] = (serial + 1) << SERIAL_SHIFT
 
     def restore(self, resident: Ids) -> None:
         """Start from what the cache held in the run that is resumed, when its window began."""

@@ -24,7 +24,7 @@ _user: int | None = None
 
 
 def needed() -> bool:
-    """Whether this process may fork workers (on Linux, and not as a worker) and has not used obstore itself."""
+    """True if this process may fork workers (on Linux, and not as a worker) and has not used obstore itself."""
     return sys.platform == "linux" and not multiprocessing.current_process().daemon and _user != os.getpid()
 
 
@@ -49,7 +49,7 @@ class Isolated(Generic[Q, A]):
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked: not closed, and started by this process rather than by the one this was forked from."""
+        """True if it can be asked: it is not closed, and this process started it rather than the one it was forked from."""
         return self._child.mine
 
     def __call__(self, question: Q) -> A:

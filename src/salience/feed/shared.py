@@ -16,8 +16,8 @@ from salience.memory import Memory, fence
 
 ABSENT, WHOLE, BROKEN = 0, 1, 2
 """States of a sample: not here, its bytes are here, here is only what is wrong with it."""
-KEPT = 4
-"""Flag beside the state: the cache means to keep it."""
+KEPT_FLAG = 4
+"""Flag beside the state: the cache is going to keep the sample."""
 
 COUNTERS = (
     "samples", "bytes",  # delivered by the plan
@@ -27,10 +27,10 @@ COUNTERS = (
     "disk_hits", "disk_bytes", "redis_hits", "redis_bytes",
     "horizon", "resident_bytes", "squeezed",  # bytes read ahead at most, bytes kept, samples dropped for want of room
 )  # fmt: skip
-MESSAGE = 2048
-"""Bytes for the words of an error."""
-SERIAL = 32
-"""Tickets are (how manieth window << SERIAL) + position in it, so that none ever comes twice."""
+MAX_ERROR_BYTES = 2048
+"""Most bytes of an error message."""
+SERIAL_SHIFT = 32
+"""Tickets are (serial number of the window << SERIAL_SHIFT) + position in it, so that no ticket is used twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,21 +74,21 @@ class Shared:
         self.asked: npt.NDArray[np.int64] = part(np.int64, ranks)
         """Of each rank, a ticket that somebody waits for."""
         self.settled: npt.NDArray[np.int64] = part(np.int64, 1)
-        """How manieth window the cache has decided all of what it keeps."""
+        """Serial number of the last window for which the cache has decided everything that it keeps."""
         self.failed: npt.NDArray[np.int64] = part(np.int64, 2)
         """Tickets below the first number that are not staged will never be; the second is the length of the message."""
         self.offset: npt.NDArray[np.int64] = part(np.int64, n)
-        self.message: npt.NDArray[np.uint8] = part(np.uint8, MESSAGE)
+        self.message: npt.NDArray[np.uint8] = part(np.uint8, MAX_ERROR_BYTES)
         self.state: npt.NDArray[np.uint8] = part(np.uint8, n)
         self.data = memoryview(memory.buffer)[_front(n, ranks) : _front(n, ranks) + token.capacity]
 
     def fail(self, text: str, before: int | None = None) -> None:
         """Tell those who wait for a ticket `before` this one, or of a window that has begun, that it will not come."""
-        words = text.encode()[:MESSAGE]
+        words = text.encode()[:MAX_ERROR_BYTES]
         self.message[: len(words)] = np.frombuffer(words, dtype=np.uint8)
         self.failed[1] = len(words)
         fence()  # the words before the number that says they are there
-        self.failed[0] = int(self.first.max()) + (1 << SERIAL) if before is None else before
+        self.failed[0] = int(self.first.max()) + (1 << SERIAL_SHIFT) if before is None else before
 
     @property
     def failure(self) -> str:
@@ -102,7 +102,7 @@ class Shared:
     def kept(self) -> npt.NDArray[np.bool_]:
         """Which samples the cache holds, as far as the plan was worked off; bool [n]."""
         fence()  # behind the number that says how far
-        return (self.state & KEPT) > 0
+        return (self.state & KEPT_FLAG) > 0
 
 
 def shared_bytes(n: int, ranks: int, capacity: int) -> int:
@@ -112,5 +112,5 @@ def shared_bytes(n: int, ranks: int, capacity: int) -> int:
 
 def _front(n: int, ranks: int) -> int:
     """Bytes before the samples', in whole pages."""
-    size = 8 * (len(COUNTERS) + 4 * ranks + 3 + n) + MESSAGE + n
+    size = 8 * (len(COUNTERS) + 4 * ranks + 3 + n) + MAX_ERROR_BYTES + n
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE

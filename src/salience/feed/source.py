@@ -35,7 +35,7 @@ class Layout:
     """Bytes of each sample, int64 [N]."""
 
 
-READING = ("decode", "cache", "disk", "redis", "max_broken", "views", "cache_policy")
+READING_OPTIONS = ("decode", "cache", "disk", "redis", "max_broken", "views", "cache_policy")
 """Options of a source about how its samples are read."""
 
 
@@ -95,7 +95,7 @@ class Source:
     def using(self, **options: Any) -> Source:
         """The same samples, with other `decode`, `cache`, `disk`, `redis`, `max_broken`, `views` or `cache_policy`."""
         other, policy = copy.copy(self), options.pop("cache_policy", self.reading.policy)
-        kept = {name: getattr(self.reading, name) for name in READING if name != "cache_policy"}
+        kept = {name: getattr(self.reading, name) for name in READING_OPTIONS if name != "cache_policy"}
         other.reading = reading_options(self.sizes, **{**kept, **options, "policy": policy})
         return other
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-GRAIN = 64
+SLOT_GRAIN_BYTES = 64
 """Bytes that slots are multiples of."""
 
 
@@ -12,7 +12,7 @@ class Space:
     """`take(size)` gives an offset, `give(offset, size)` takes it back; both O(log n) but for the move of a list."""
 
     def __init__(self, size: int) -> None:
-        self.size = self.free = size // GRAIN * GRAIN
+        self.size = self.free = size // SLOT_GRAIN_BYTES * SLOT_GRAIN_BYTES
         self._by_size: list[tuple[int, int]] = []
         self._at: dict[int, int] = {}
         """Free block: offset -> size."""
@@ -59,4 +59,4 @@ class Space:
 
 def slot(size: int) -> int:
     """Bytes a sample of `size` takes."""
-    return max(GRAIN, -(-size // GRAIN) * GRAIN)
+    return max(SLOT_GRAIN_BYTES, -(-size // SLOT_GRAIN_BYTES) * SLOT_GRAIN_BYTES)

@@ -1,4 +1,4 @@
-"""Tensors of several batches, copied into one buffer: what is done to many batches at once costs as much as for one."""
+"""Tensors of several batches, copied into one buffer: an operation on many batches at once costs as much as on one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 ON_HOST, ON_DEVICE = (32, 1 << 20), (16, 16 << 20)
-"""Batches and bytes collected at the most; on the host they should still be in the processor's cache when they are used."""
+"""Most batches and bytes to collect; on the host they should still be in the processor's cache when they are used."""
 
 Parts = Sequence[Tensor | None]
 
@@ -19,7 +19,7 @@ class Collected:
     """Buffers for tensors that share the length of their first axis and the device of the first of them."""
 
     def __init__(self, parts: Parts, batches: int | None = None) -> None:
-        """Made for batches like `parts`; by default for as many as pay."""
+        """Make buffers for batches like `parts`; by default, for as many batches as are worth collecting."""
         first = parts[0]
         assert first is not None
         self.rows, self.limit = 0, len(first) * (batches or worth_collecting(parts))
@@ -29,7 +29,7 @@ class Collected:
             for part in parts
         ]
         self._arrays: list[npt.NDArray[Any] | None] | None = None
-        """The buffers, where all is on the host: there NumPy copies with less ado."""
+        """The buffers as arrays if everything is on the host, where NumPy copies with less overhead."""
         if all(part is None or (part.device.type == "cpu" and part.dtype != torch.bfloat16) for part in parts):
             self._arrays = [None if buffer is None else buffer.numpy() for buffer in self._buffers]
 
@@ -52,7 +52,7 @@ class Collected:
                 buffer[start : self.rows].copy_(part.detach(), non_blocking=True)
 
     def take(self) -> list[Tensor | None]:
-        """What was collected, and start anew. The tensors are valid until the next `add`."""
+        """Return what was collected and start again. The tensors are valid until the next `add`."""
         rows, self.rows = self.rows, 0
         return [None if buffer is None else buffer[:rows] for buffer in self._buffers]
 

@@ -1,4 +1,4 @@
-"""The ledger's columns: one table of name, type, first value and meaning. 64 bytes a sample at the most."""
+"""The ledger's columns: one table of name, type, first value and meaning. At most 64 bytes per sample."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 NOTHING = float("nan")
-"""First value of every statistic: not known yet. Scores pass it on, and the framework ranks it highest."""
+"""First value of every statistic, for "not known yet". Scores pass it on, and the framework ranks it highest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,13 +62,13 @@ COUNT_LIMIT = int(np.iinfo(np.uint16).max)
 
 
 CLASS_LIMIT = int(np.iinfo(np.int16).max)
-"""Classes above it have no place in the column `other`."""
+"""Class numbers above this do not fit into the column `other`."""
 
 
 VOTES = 4
 """Classes whose averaged probability is kept per sample: `vote` int32 and `vote_p` float16, [n, VOTES], the likeliest first.
 
-Memory of their own beside the columns, 24 bytes per sample, which the system hands out only once logits are recorded.
+They have memory of their own, 24 bytes per sample, which the system hands out only once logits are recorded.
 """
 VOTE_DECAY = 0.7
 """Weight of what was known before in the averaged prediction, per window since the last visit (the beta of early-learning

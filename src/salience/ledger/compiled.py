@@ -4,12 +4,12 @@
 it breaks the graph and recompiles as counters change. An operator is a single node for the compiler: it is called once per
 step, and nothing it does is guarded on.
 
-    self._handle = register(self)                                 # once, by whoever has the method weigh()
+    self._handle = register(self)                                 # once, by the object with the method weigh()
     ...
     if torch.compiler.is_compiling():                             # in loss(); eager code calls weigh() itself
         return weighted_sum(losses, logits, targets, self._handle)
 
-`weigh(losses, logits, targets) -> Tensor` may do what it likes (record, look up the batch delivered last, raise); logits and
+`weigh(losses, logits, targets) -> Tensor` may have side effects (record, look up the batch delivered last, raise); logits and
 targets are None if they were not given. It returns float32 weights [B] on the device of the losses, *with the division in
 them*: 1 / B each for a plain mean, w * world / B_global in general, so that the loss is their product, summed. What it
 returns is copied, since the compiler may write into the result. Its object is held weakly: the operator keeps no run alive.
@@ -32,7 +32,7 @@ from salience.errors import LossError
 
 
 class Weigher(Protocol):
-    """What is called in every compiled step."""
+    """The object that every compiled step calls."""
 
     def weigh(self, losses: Tensor, logits: Tensor | None, targets: Tensor | None) -> Tensor:
         """Record a batch and return its weights, float32 [B], that sum the losses to the value to train on."""
@@ -40,7 +40,7 @@ class Weigher(Protocol):
 
 
 class LossHandle(NamedTuple):
-    """What compiled code knows of a weigher."""
+    """How compiled code refers to a weigher."""
 
     number: int
     """Constant, so that the compiler guards on nothing that changes."""

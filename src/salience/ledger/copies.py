@@ -20,11 +20,11 @@ class Copies:
     group: Groups
     """int32 [n]: samples with the same number are copies; -1 stands alone."""
     similarity: Floats
-    """float32 [n]: 1 where the bytes are equal, else the cosine to the nearest copy; 0 alone."""
+    """float32 [n]: 1 where the bytes are equal, otherwise the cosine to the nearest copy; 0 if alone."""
 
     @property
     def size(self) -> npt.NDArray[np.int64]:
-        """int64 [n]: samples in the sample's group, itself included; a visited one stands for so many."""
+        """int64 [n]: samples in the sample's group, itself included; a visited one stands for all of them."""
         sizes = np.bincount(self.group[self.group >= 0], minlength=1)
         return np.where(self.group >= 0, sizes[self.group], 1)
 
@@ -81,5 +81,5 @@ def _chain(group: Groups) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
 
 def merged(found: Sequence[Copies]) -> Copies | None:
-    """Copies by any of them; None where there is nothing to go by."""
+    """Copies by any of them; None if there is nothing to go by."""
     return functools.reduce(both, found) if found else None

@@ -16,24 +16,24 @@ from salience.ledger.columns import COUNT_LIMIT
 Vectors = npt.NDArray[np.float32]
 
 SCATTER_DECAY = 0.9995
-"""Of the scatter after each batch: the model moves, and old batches tell little of how it scatters now."""
+"""Factor on the scatter after each batch: the model moves, and old batches say little about how it scatters now."""
 MIN_VISITS_PER_DIRECTION = 32
-"""Visits per direction from which on the scatter is known well enough to follow it by a part of the batches."""
+"""Once there are this many visits per direction, the scatter is known well enough to update it from a part of the batches."""
 SCATTER_BATCH_STRIDE = 4
-"""One of so many is that part. Which ones, their first ids say: a resumed run takes the same."""
+"""That part is one batch in this many. The first id of a batch decides, so that a resumed run takes the same ones."""
 
 
 class Embeddings:
-    """float16 means [n, width] (256 bytes a sample at width 128), visits, and the scatter of single visits [width, width]."""
+    """float16 means [n, width] (256 bytes per sample at width 128), visits, and the scatter of single visits [width, width]."""
 
     def __init__(self, n: int, width: int) -> None:
         self.n, self.width = n, width
         self.mean = np.zeros((n, width), dtype=np.float16)
         self.visits = np.zeros(n, dtype=np.uint16)
         self.scatter = np.zeros((width, width), dtype=np.float64)
-        """Sum over visits of the outer square of their distance to the sample's mean; old ones fade."""
+        """Sum over visits of the outer product of their distance to the sample's mean with itself; old visits fade."""
         self.weight = 0.0
-        """Visits behind `scatter`."""
+        """Number of visits that `scatter` is made from; old ones fade."""
 
     @classmethod
     def given(cls, vectors: npt.ArrayLike, n: int) -> Embeddings:
@@ -41,7 +41,7 @@ class Embeddings:
         array = np.asarray(vectors)
         if array.ndim != 2 or len(array) != n or array.dtype.kind not in "fiu":
             raise ConfigError(
-                f"embeddings have shape {array.shape} of {array.dtype}; they must be {n} rows of numbers, one a sample."
+                f"embeddings have shape {array.shape} of {array.dtype}; they must be {n} rows of numbers, one per sample."
             )
         if not np.isfinite(array).all():
             raise ConfigError("embeddings hold NaN or infinite numbers; leave no sample without a vector.")
@@ -56,7 +56,7 @@ class Embeddings:
         return float(self.visits.mean())
 
     def record(self, ids: npt.NDArray[np.int64], vectors: Vectors) -> None:
-        """One visit of each of `ids`, vectors float32 [B, width]:  m += (v - m) / k. What is not finite is left out."""
+        """One visit of each of `ids`, vectors float32 [B, width]:  m += (v - m) / k. Those not finite are left out."""
         v = torch.from_numpy(vectors)
         if not torch.isfinite(v.sum()):
             whole = np.isfinite(vectors).all(axis=1)
@@ -83,7 +83,7 @@ class Embeddings:
         self.weight = SCATTER_DECAY * self.weight + int(torch.count_nonzero(seen))
 
     def copy(self) -> Embeddings:
-        """These as they are now, for somebody who reads them while more visits come."""
+        """A snapshot, for a thread that reads it while more visits are recorded."""
         return Embeddings.from_state(self.state_dict())
 
     def state_dict(self) -> dict[str, npt.NDArray[Any]]:

@@ -31,8 +31,8 @@ def load(path: str | Path) -> Ledger:
 def merge(ledgers: Sequence[Ledger]) -> Ledger:
     """One ledger from several runs over the same data set: counters add up, statistics average over the runs that have them.
 
-    Where the runs guessed different classes, the most frequent guess wins. `last_seen` starts anew, since
-    windows of different runs do not compare.
+    Where the runs guessed different classes, the most frequent guess wins. `last_seen` is reset, since
+    windows of different runs cannot be compared.
     """
     if not ledgers:
         raise StateError("There is nothing to merge; give at least one ledger.")

@@ -61,7 +61,7 @@ class Ledger:
         share of samples that the window before had left out for their labels."""
 
     def grown(self, n: int) -> Ledger:
-        """A private ledger of `n` rows that begins with the rows of this one; new rows are as of samples never seen."""
+        """A private ledger of `n` rows that begins with the rows of this one; new rows stand for samples never seen."""
         if n < self.n:
             raise ConfigError(f"The ledger has {self.n} rows and cannot shrink to {n}.")
         larger = Ledger(n)
@@ -95,7 +95,7 @@ class Ledger:
         array = np.asarray(labels)
         if array.shape != (self.n,) or array.dtype.kind not in "iu":
             raise ConfigError(
-                f"labels must be {self.n} integers, one a sample; got shape {array.shape} of {array.dtype}."
+                f"labels must be {self.n} integers, one per sample; got shape {array.shape} of {array.dtype}."
             )
         self.label[:] = array
 
@@ -165,7 +165,7 @@ class Ledger:
             self.grad_norm[ids] = rows["grad_norm"]
 
     def _update_classified(self, ids: Ids, rows: Rows, new: Any, window: int) -> None:
-        """Before `last_seen` is brought up to date: what was known fades with the windows since then."""
+        """Fade what was known by the number of windows since then; call this before `last_seen` is updated."""
         label = rows["target"].astype(np.int32)
         guess = rows["guess"].astype(np.int32)
         right = guess == label

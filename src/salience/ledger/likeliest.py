@@ -17,9 +17,9 @@ Floats = npt.NDArray[np.float32]
 Classes = npt.NDArray[np.int32]
 
 LAST_KEY = np.iinfo(np.int64).max
-"""A key behind all others."""
+"""A key that sorts after all others."""
 INFINITY_BITS = np.float32(np.inf).view(np.int32)
-"""Bits of an infinite float32: what they exceed those of a number by falls as the number rises."""
+"""Bits of an infinite float32; this minus the bits of a number gets smaller as the number gets larger."""
 
 assert VOTES == 4, "The network is laid out for four."
 
@@ -92,7 +92,7 @@ def _empty(count: int, samples: int) -> Keys:
 
 
 def _halves(keys: Keys) -> tuple[Classes, Classes]:
-    """The class and what is sorted by, int32 each."""
+    """The class and the value that keys are sorted by, int32 each."""
     halves = np.ascontiguousarray(keys).view(np.int32).reshape(*keys.shape, 2)
     low = 0 if np.little_endian else 1
     return halves[..., low], halves[..., 1 - low]

@@ -27,7 +27,7 @@ SAMPLES_ENTERED_TOGETHER = 4096
 """Samples entered into the ledger in one go: few array operations, on arrays that stay in the processor's cache."""
 
 MIN_SAMPLES_TO_SORT = 1 << 17
-"""Samples in a ledger from which on its columns are visited in order."""
+"""In a ledger of more samples than this, columns are visited in the order of the ids."""
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class _Pending:
     hints: list[Tensor | None] = field(default_factory=list[Tensor | None])
     """Integer targets as they were delivered with each batch, to catch a look-ahead loop at once."""
     numbers: list[int | None] = field(default_factory=list[int | None])
-    """Of each batch in a plan in which no id stands twice."""
+    """Number of each batch in a plan in which no id occurs twice."""
 
     def batches(self) -> Iterator[tuple[Ids, Tensor]]:
         """Ids (of one batch: the kept ones) and values of each batch."""
@@ -63,7 +63,7 @@ class Recorder:
     def __init__(self, ledger: Ledger, ranks: Ranks | None = None, *, together: int | None = None) -> None:
         self.ledger = ledger
         self._together = together
-        """Batches reduced together; None = as many as pay."""
+        """Batches reduced together; None = as many as are worth it."""
         self._collected: Collected | None = None
         self._coming: _Pending | None = None
         """The batches in `_collected`, without their statistics."""
@@ -71,7 +71,7 @@ class Recorder:
         self._featured: list[Ids] = []
         """The batches in `_features`."""
         self.bad = 0
-        """Losses that were not finite since this was last set to 0."""
+        """Number of losses that were not finite since this was last set to 0."""
         self.embeddings: Embeddings | None = None
         """Where features go; with several ranks, on rank 0."""
         self._ranks = ranks
@@ -92,7 +92,7 @@ class Recorder:
         hint: Tensor | None = None,
         number: int | None = None,
     ) -> None:
-        """Take one batch. With its `number` in a plan without doubles, nobody has to look for them."""
+        """Record one batch. Its `number` in a plan without duplicates spares the search for them."""
         if hint is not None:
             hint = self._checked_hint(hint, targets)
         flags, parts = (window, True, trained), (losses, logits, targets)
@@ -123,7 +123,7 @@ class Recorder:
         self._pending.clear()
 
     def _reduce(self, parts: Sequence[Tensor | None] | None = None) -> None:
-        """Make the statistics of the batches that came since the last call, and send them to the host in one piece."""
+        """Compute the statistics of the batches since the last call, and send them to the host in one piece."""
         coming, self._coming = self._coming, None
         if coming is None:
             return
@@ -203,7 +203,7 @@ class Recorder:
             self._enter_of_all_ranks(items)
 
     def _enter(self, items: list[_Pending]) -> None:
-        """Enter batches one after the other, or in one go where no id stands twice and so the order cannot matter."""
+        """Enter batches one after the other, or all at once if no id occurs twice and the order cannot matter."""
         for item in items:
             self._check_hints(item)
         # Norms and features touch nothing else: behind the others they do not part what can be entered together.
@@ -269,7 +269,7 @@ class Recorder:
         )
 
     def _checked_hint(self, hint: Tensor, targets: Tensor | None) -> Tensor | None:
-        """Compare at once where that waits for nothing; else the hint to compare later."""
+        """Compare now if that needs no synchronisation; otherwise return the hint, to be compared later."""
         if targets is None or not self._hints_hold:
             return None
         if targets.device.type != "cpu" or self._ranks is not None:  # ranks find out together, in flush()
@@ -335,7 +335,7 @@ def _alike(items: list[_Pending]) -> list[list[_Pending]]:
 
 
 def _different(run: list[_Pending]) -> bool:
-    """True if the batches are different ones of a plan without doubles."""
+    """True if the batches are different ones of a plan without duplicates."""
     numbers = [number for item in run for number in item.numbers]
     return None not in numbers and len(set(numbers)) == len(numbers)
 

@@ -13,11 +13,11 @@ from html import escape
 WIDTH, HEIGHT = 400, 220
 LEFT, RIGHT, TOP, BOTTOM = 48, 10, 12, 38
 """Room around the plot, in the units of the drawing."""
-DOTS = 40
-"""Up to so many values of a line are marked each."""
-DENSE = 80
-"""More columns than these have no gaps and are drawn as one shape."""
-ROW = 24
+MAX_MARKED_VALUES = 40
+"""Lines with up to this many values have a mark at each of them."""
+MAX_SEPARATE_COLUMNS = 80
+"""With more columns than this there are no gaps, and they are drawn as one shape."""
+ROW_HEIGHT = 24
 """Height of one bar with its name."""
 
 Form = Callable[[float], str]
@@ -63,7 +63,7 @@ def lines(
         points = [(across(a), _height(b, axis), a, b) for a, b in zip(x, one.values, strict=True) if b is not None]
         path = " ".join(f"{a:.1f},{b:.1f}" for a, b, _, _ in points)
         body += f'<polyline class="line c{number}" points="{path}"/>'
-        if len(points) <= DOTS:
+        if len(points) <= MAX_MARKED_VALUES:
             for a, b, at, value in points:
                 told = f"{x_label} {x_form(at)}: {form(value)}"
                 told = f"{one.name}, {told}" if len(series) > 1 else told
@@ -77,7 +77,7 @@ def columns(
     title: str, names: Sequence[str], series: Sequence[Series], *, x_label: str, form: Form,
     feet: Sequence[tuple[float, str]] | None = None, note: str = "",
 ) -> Chart:  # fmt: skip
-    """Stacked columns, one a name. `feet` are marks below: (how many columns from the left, text); else some of the names."""
+    """Stacked columns, one per name. `feet` are marks below: (how many columns from the left, text); else some of the names."""
     count = len(names)
     tops = [[0.0] * count]
     for one in series:
@@ -89,7 +89,7 @@ def columns(
         layer = [
             (_height(low, axis), _height(high, axis)) for low, high in zip(tops[number], tops[number + 1], strict=True)
         ]
-        if count > DENSE:
+        if count > MAX_SEPARATE_COLUMNS:
             body += _steps(layer, step, number)
             continue
         told = [
@@ -116,7 +116,7 @@ def bars(
     """Horizontal bars with their numbers, the name above; several series lie one below the other."""
     most = max((v for one in series for v in one.values if v is not None), default=0.0) or 1.0
     thick = 8 if len(series) > 1 else 10
-    step = ROW + thick * len(series)
+    step = ROW_HEIGHT + thick * len(series)
     body = ""
     for i, name in enumerate(names):
         top = i * step

@@ -10,9 +10,9 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-RATE = 0.5
-"""Seconds between two updates at least."""
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+SECONDS_BETWEEN_UPDATES = 0.5
+"""Fewest seconds between two updates."""
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """All control characters but the tab and the end of a line."""
 
 
@@ -67,7 +67,7 @@ def bars() -> Generator[Bars]:
         TimeElapsedColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, refresh_per_second=1 / RATE) as progress:
+    with Progress(*columns, refresh_per_second=1 / SECONDS_BETWEEN_UPDATES) as progress:
         yield _RichBars(progress)
 
 
@@ -98,5 +98,5 @@ def say(text: str = "") -> None:
 
 def printable(text: str) -> str:
     """Control characters and bytes that are not UTF-8 as escapes: what data are called never steers a terminal."""
-    shown = CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    shown = CONTROL_CHARACTERS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
     return shown.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -10,9 +10,9 @@ from salience.report.charts import Chart, Series, bars, columns, lines
 from salience.report.compared import ComparedArm, Comparison
 from salience.report.story import Result, Story
 
-CLASSES = 20
+MAX_CLASSES_DRAWN = 20
 """Classes shown in a chart; of more, the most uneven."""
-ARMS = 6
+MAX_ARMS_DRAWN = 6
 """Arms drawn in a chart: as many as there are colours."""
 
 
@@ -141,9 +141,11 @@ def class_balance(story: Story) -> Chart | None:
         return None
     shown = [one for one in found.classes if one.visits is not None]
     note = ""
-    if len(shown) > CLASSES:
-        shown = sorted(shown, key=lambda one: abs((one.visits or 0.0) / one.share - 1), reverse=True)[:CLASSES]
-        note = f"The {CLASSES} most uneven of {found.class_count:,} classes."
+    if len(shown) > MAX_CLASSES_DRAWN:
+        shown = sorted(shown, key=lambda one: abs((one.visits or 0.0) / one.share - 1), reverse=True)[
+            :MAX_CLASSES_DRAWN
+        ]
+        note = f"The {MAX_CLASSES_DRAWN} most uneven of {found.class_count:,} classes."
     return bars(
         "Share of each class in samples and visits",
         [story.class_name(one.label) for one in shown],
@@ -169,7 +171,7 @@ def dropped(story: Story) -> Chart | None:
         return None
     epochs = [str(window.number + 1) for window in story.windows]
     return columns(
-        "Samples left out by filters", epochs, series[:ARMS], x_label="epoch", form=words.short,
+        "Samples left out by filters", epochs, series[:MAX_ARMS_DRAWN], x_label="epoch", form=words.short,
         note=f"All by {series[0].name}." if len(series) == 1 else "",
     )  # fmt: skip
 
@@ -205,7 +207,7 @@ def _visits_at(story: Story, one: Result) -> float:
 def result_over_visits(arms: Sequence[ComparedArm]) -> Chart | None:
     """Result over visits, the mean of each arm's seeds."""
     runs: list[tuple[str, list[tuple[float, float]]]] = []
-    for arm in arms[:ARMS]:
+    for arm in arms[:MAX_ARMS_DRAWN]:
         told = [story for story in arm.stories if story.evaluations]
         count = min((len(story.evaluations) for story in told), default=0)
         points = [
@@ -221,7 +223,7 @@ def result_over_visits(arms: Sequence[ComparedArm]) -> Chart | None:
         return None
     x, series = _over(runs)
     form = _metric_form(next(story for arm in arms for story in arm.stories if story.evaluations))
-    note = f"The first {ARMS} of {len(arms)} arms." if len(arms) > ARMS else ""
+    note = f"The first {MAX_ARMS_DRAWN} of {len(arms)} arms." if len(arms) > MAX_ARMS_DRAWN else ""
     return lines("Result over visits", x, series, x_label="visits", form=form, x_form=words.short, note=note)
 
 

@@ -11,14 +11,14 @@ from salience.report import words
 from salience.report.story import Story
 from salience.report.words import Names, count
 
-LINES = 8
+MAX_LINES_LISTED = 8
 """Classes and samples listed of each kind."""
 
 
 # ---------------------------------------------------------------- a summary
 
 
-def render(summary: Mapping[str, Any], *, names: Names = None, shown: int = LINES) -> str:
+def render(summary: Mapping[str, Any], *, names: Names = None, shown: int = MAX_LINES_LISTED) -> str:
     """What a run has learnt about its samples, from `loader.summary()`; `names` are class names."""
     if not summary["seen"]:
         return "Nothing was recorded yet: call loader.loss(losses, logits, targets) in the training step."

@@ -91,7 +91,7 @@ def selected(windows: int, planned: int | None, visits: float, full: float) -> s
 
 
 def forecast(told: Mapping[str, Any], found: Shorter) -> list[str]:
-    """Whether less would be enough, and what selection would save."""
+    """Sentences on whether less would be enough, and on what selection would save."""
     over, saved = f"over {count(round(told['windows']), 'epoch')}", instead(told["visits"], told["visits_full"])
     lines = cost(found, round(told["windows"]))
     if found.rising:

@@ -1,4 +1,4 @@
-"""Near-copies among the samples: looked for at window edges, where a filter or the report asks for them."""
+"""Near-copies among the samples: searched for at window edges, if a plug-in or the report needs them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Copying(Part):
     ) -> None:
         self._setup, self._voice = setup, voice
         self.search = self._make(pipeline, embeddings)
-        """None where nobody asks for copies."""
+        """None if no plug-in needs copies and none are wanted for the report."""
 
     def _make(self, pipeline: Pipeline | None, embeddings: npt.ArrayLike | None) -> CopySearch | None:
         uses = [] if pipeline is None else [p for p in pipeline.plugins if "copies" in p.card.needs]
@@ -87,7 +87,7 @@ class Copying(Part):
             self.search.begin()  # workers are started by now, so that a thread does no harm
 
     def look(self, ledger: Ledger, window: int, *, last: bool = False) -> None:
-        """Look again where there is more to go by; with several ranks, rank 0 looks and tells."""
+        """Search again if there is more to go by; with several ranks, rank 0 searches and broadcasts the result."""
         search, ranks = self.search, self._setup.ranks
         if search is None:
             return

@@ -65,7 +65,7 @@ class Deciding(Part):
         self._given_workers = workers.num_workers
         cached = 0 if feeding.feed is None else max(1, feeding.feed.budget)
         self.settings = Settings(workers=workers.num_workers, cache=cached)
-        """Of the window in progress, as far as `auto` may change them."""
+        """Settings of the window in progress, as far as `auto` may change them."""
         self._refused: dict[str, str] = {}
         self._announced = False
 
@@ -115,7 +115,7 @@ class Deciding(Part):
             self._staging.reuses = settings.treat
 
     def _available(self) -> AvailableLevers:
-        """What can be switched: what the user left open, and has given what it takes."""
+        """The levers that can be switched on: those the user left open and has given what they need."""
         moves = self._given_workers > 0
         if not moves:
             self._refused["num_workers"] = (
@@ -140,7 +140,7 @@ class Deciding(Part):
 
     @property
     def feed_workers(self) -> int:
-        """Workers the cache must be able to serve: those there are, or all that `auto` may make."""
+        """Workers the cache must be able to serve: those there are, or as many as `auto` may start."""
         return max(self._given_workers, cores_of(self._setup.ranks))
 
     def open(self, shard: Shard, done: frozenset[int]) -> None:
@@ -157,7 +157,7 @@ class Deciding(Part):
             self.auto.close(self._watching.steps)
 
     def evaluated(self, metric: float, progress: float) -> None:
-        """A validation result: lossy levers are judged by it."""
+        """Take a validation result, by which lossy levers are judged."""
         self.auto.controller.hear(metric, progress)
 
     def state_dict(self) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def cores_of(ranks: Ranks | None) -> int:
 
 
 def roomy_cache(source: Source) -> int:
-    """Bytes: the whole source, or a quarter of the memory; 0 where that is not known."""
+    """Bytes of a cache to try: the whole source, or a quarter of the memory; 0 if that is not known."""
     return min(int(source.sizes.sum()), (memory_bytes() or 0) // 4)
 
 

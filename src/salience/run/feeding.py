@@ -22,7 +22,7 @@ from salience.run.part import Batch, Part, Setup, Voice
 from salience.select.fetching import Stock
 
 Unread = Callable[[Plan], npt.NDArray[np.bool_] | None]
-"""Which visits of a plan nobody asks the cache for, bool [visits]; None = there are none."""
+"""Visits of a plan that do not need the cache, bool [visits]; None = there are none."""
 
 
 class Feeding(Part):
@@ -36,7 +36,7 @@ class Feeding(Part):
         self.feed: Feed | None = None
         """The cache; None = every batch is read by its worker."""
         self.unread: Any = None
-        """Visits of the next window whose bytes nobody will ask the cache for, bool [visits]; None = there are none."""
+        """Visits of the next window that do not need the cache, bool [visits]; None = there are none."""
         self.workers = 0
         """Worker processes of the DataLoader inside."""
         self._rivals: Mapping[str, int] = {}
@@ -69,7 +69,7 @@ class Feeding(Part):
         return self.workers > 0 or not self._reading.views
 
     def know(self, ledger: Ledger) -> None:
-        """Enter what the index tells before anything is read: classes and sizes."""
+        """Enter what is known from the index before anything is read: classes and sizes."""
         ranks = self._setup.ranks
         if self.source is None:
             return

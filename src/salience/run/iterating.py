@@ -50,7 +50,7 @@ class Iterators:
         return BatchIterator(self)
 
     def other(self, one: BatchIterator) -> BatchIterator | None:
-        """Another iterator whose batches count and that somebody still holds."""
+        """Another iterator whose batches count and that is still referenced."""
         found = None if self._counts is None else self._counts()
         return None if found is one else found
 

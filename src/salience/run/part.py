@@ -65,7 +65,7 @@ class Setup:
 
     @property
     def piece_size(self) -> int:
-        """Samples of a window: a whole number of batches, so that batches are those of an epoch that is planned at once."""
+        """Samples of a window: a whole number of batches, so that batches are the same as in an epoch planned at once."""
         if self.window is None or self.window >= self.n:
             return self.n
         return self.window // self.global_batch * self.global_batch
@@ -94,17 +94,17 @@ class Batch:
     hint: Tensor | None = None
     """Integer targets found in the content."""
     prints: npt.NDArray[np.int64] | None = None
-    """Fingerprints of the samples' bytes, where the data set makes them."""
+    """Fingerprints of the samples' bytes; None if the data set has none."""
     ticket: int = -1
-    """Its place in the queue of the cache, where there is one."""
+    """Place of the batch in the queue of the cache."""
     broken: Mapping[int, str] = field(default_factory=dict[int, str])
     """Position of each broken sample -> why; another sample stands in for it, with loss weight 0."""
     counts: Mapping[str, int] = field(default_factory=dict[str, int])
     """What reading it asked of a Source."""
     report: BatchReport | None = None
-    """What the stages did, where there are stages."""
+    """What the stages did; None without stages."""
     work: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Seconds it cost its worker, by stage."""
+    """Seconds of its worker, by stage."""
     held: bool = False
     """True if a probe held it back."""
     features: bool = False

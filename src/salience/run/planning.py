@@ -1,4 +1,4 @@
-"""Planning: what the next window visits, how many visits the others will, and how the share kept is steered."""
+"""Planning: what the next window visits, how many visits later ones will make, and how the share kept is steered."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Planning(Part):
         self._left_out = 0.0
         """Share of the samples that the last plan left out for their labels."""
         self._in_window, self._piece = False, 0
-        """Whether a window is open, and its place in the epoch, or that of the next one."""
+        """True if a window is open, and its place in the epoch, or that of the next one."""
         self._shuffled = np.empty(0, dtype=np.int64)
         """The plain order of the epoch in progress."""
         if isinstance(self.config, SelectConfig):

@@ -44,7 +44,7 @@ class _Visits:
 
 
 class Recording(Part):
-    """Knows the batch delivered last, its weights, and what the ledger is told of it."""
+    """Knows the batch delivered last and its weights, and enters its losses into the ledger."""
 
     name = "recording"
 
@@ -65,10 +65,10 @@ class Recording(Part):
         """Batches of this window that came and went without a loss since the last one that had its own."""
         self._recent = RecentLosses()
         self._suspects: tuple[int, npt.NDArray[np.bool_]] | None = None
-        """Labels that looked wrong at the start of the window of that number, where somebody asked."""
+        """Number of a window, and the labels that looked wrong at its start; None if they were not asked for."""
 
     def _warm_start(self, known: Ledger) -> None:
-        """Take over what another run learnt; that run's window numbers mean nothing here."""
+        """Start from the ledger of another run, whose window numbers mean nothing here."""
         if known.n != self._setup.n:
             raise StateError(
                 f"The ledger to start from has {known.n} samples, the data set {self._setup.n}; they must be the same."
@@ -178,7 +178,7 @@ class Recording(Part):
     def usable(
         self, losses: Tensor, logits: Tensor | None, targets: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Logits and targets that class statistics can be made of; others are left alone, and that is said once."""
+        """Logits and targets from which class statistics can be computed; others are ignored, with one warning."""
         if targets is None:
             return None, None
         if targets.dtype not in INTEGERS or targets.dim() != 1:

@@ -1,4 +1,4 @@
-"""The conductor of a run: who is asked what, and when."""
+"""A run and its parts: which part is called when."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Run:
         self._study: Study | None = None
         """What was found in the ledger when it was last looked at."""
         self._options = options or {}
-        """Of the DataLoader inside, for the rehearsal of stages."""
+        """Options of the DataLoader inside, for the rehearsal of stages."""
         config = planning.config
         self.events.emit(
             "run", salience=__version__, torch=torch.__version__, population=setup.n, batch_size=setup.batch_size,
@@ -111,7 +111,7 @@ class Run:
         return shard
 
     def deliver(self, batch: Batch) -> Any:
-        """Pass a batch through the parts; what the loop receives."""
+        """Pass a batch through the parts; returns what the loop receives."""
         for part in self.parts:
             part.hand_over(batch)
         self.course.deliver(batch.number)
@@ -168,7 +168,7 @@ class Run:
         return plan
 
     def _check_equal(self, plan: Plan) -> None:
-        """Every rank has made the plan for itself: stop all of them where they differ."""
+        """Every rank has made the plan for itself: stop all ranks if the plans differ."""
         ranks = self.setup.ranks
         if ranks is None:
             return
@@ -229,7 +229,7 @@ class Run:
         return self.recording.mean_weights(batch, losses, self.planning.robust)
 
     def evaluated(self, metric: float, more: Mapping[str, float]) -> None:
-        """A validation result, for the event log and for whoever decides by it."""
+        """Take a validation result, for the event log and for the parts that decide by it."""
         course = self.course
         self.events.emit(
             "evaluated", metric=metric, progress=course.progress, window=course.window, visited=course.visits, **more

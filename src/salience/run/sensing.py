@@ -29,7 +29,7 @@ MakeScorer = Callable[[nn.Module, torch.device | str], Scorer]
 
 
 class Sensing(Part):
-    """The model under training and the helpers beside it, as far as somebody attached them."""
+    """The model under training and the helpers beside it, as far as they were attached."""
 
     name = "sensing"
 
@@ -188,7 +188,7 @@ class Sensing(Part):
 
     @property
     def reference(self) -> Reference | None:
-        """What another model thinks of the samples: the reference that was given, else the proxy's losses so far."""
+        """What another model thinks of the samples: the reference that was given, otherwise the proxy's losses so far."""
         if self.given is not None or self.proxy is None:
             return self.given
         losses = self.proxy.losses.copy()
@@ -226,7 +226,7 @@ class Sensing(Part):
             self._voice.events.emit("scored", window=window, samples=len(ids))
 
     def ask_scores(self, picked: npt.NDArray[np.int64], window: int) -> None:
-        """Have the stalest of the samples this window does not visit scored, with the weights as they are now."""
+        """Ask the background scorer for the stalest samples that this window does not visit, with the current weights."""
         if self.scorer is None:
             return
         try:

@@ -66,7 +66,7 @@ class Staging(Part):
 
     @property
     def treatment(self) -> Callable[[slice], Treatment]:
-        """What to tell workers of a batch of this window, by its place in the plan."""
+        """The treatment of a batch of this window, by its place in the plan, for the workers."""
         found = self._treatment
         assert found is not None
         # Without the split, draws match a run without reuse.

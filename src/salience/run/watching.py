@@ -24,7 +24,7 @@ class Watching(Part):
         self.watch = Stopwatch()
         self.steps = Steps()
         self.probe: Probe | None = None
-        """Measures the loader alone and the loop alone now and then; None unless somebody asked."""
+        """Measures the loader alone and the loop alone now and then; None unless it was asked for."""
         self._opened_at = 0.0
 
     def profile(self, workers: int, ahead: int) -> None:

@@ -152,7 +152,7 @@ class WorkerSource:
 
     @property
     def feed_window(self) -> Callable[[], None] | None:
-        """Tells the cache that nobody wants the rest of the window in progress; None without a cache."""
+        """Tells the cache that the rest of the window in progress is not wanted; None without a cache."""
         feed = self._feeding.feed
         return None if feed is None else functools.partial(feed.break_off, feed.serial)
 

@@ -1,4 +1,4 @@
-"""Work beside the training: prepared at one window's edge, taken at the next, in between in a thread of its own."""
+"""Work in parallel with the training: prepared at one window's edge, run in a thread, its result taken at the next edge."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Background(Generic[T]):
             pool.shutdown(wait=False)
 
     def result(self) -> T:
-        """The result, waiting for it; what was never begun is done here and now."""
+        """Wait for the result; work that was never begun is done here and now."""
         if self._future is None:
             self._future = Future()
             self._future.set_result(self._work())

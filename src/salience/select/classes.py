@@ -11,9 +11,9 @@ from salience.select.view import Bools
 UNEVEN_RATIO = 1.25
 """A class is explained when it gets this many times more or less than its share."""
 MAX_BINS = 24
-"""Bins of a histogram at most."""
+"""Most bins of a histogram."""
 MAX_CLASSES_LISTED = 1000
-"""Classes that are listed at most."""
+"""Most classes to list."""
 
 
 def class_findings(ledger: Ledger, suspect: Bools) -> tuple[int, tuple[ClassFinding, ...]]:

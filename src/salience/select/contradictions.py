@@ -16,9 +16,9 @@ import numpy.typing as npt
 from salience.select.view import Bools, Floats
 
 MAX_SAMPLES_COUNTED = 500_000
-"""Rates are counted from at most this many samples; beyond, from every second, third, ... one."""
+"""Rates are counted from at most this many samples; of more samples, from every second, third, ... one."""
 MAX_SAMPLES_TEMPERED = 50_000
-"""As many samples at most choose the sharpness of predictions."""
+"""The sharpness of predictions is chosen by at most this many samples."""
 SURE_SHARE = 0.1
 """Share of the predictions of each class that count as sure."""
 SHARPNESSES = np.arange(1.5, 4.01, 0.25)
@@ -43,7 +43,7 @@ class Evidence:
     error: float
     """Standard error of S (binomial, by class)."""
     sure: int
-    """Predictions behind S."""
+    """Number of predictions that S is counted from."""
     transitions: Transitions
 
     @property

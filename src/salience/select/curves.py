@@ -46,7 +46,7 @@ def auto(clock: Clock, *, share: float = 0.4, warmup: float = 2, end: float = 0.
 
 
 def _at_the_end(clock: Clock, end: float) -> bool:
-    """Whether the window belongs to the last part `end` of the run, which is one window at least."""
+    """True if the window belongs to the last part `end` of the run, which is at least one window."""
     return clock.window >= clock.windows - max(1, round(clock.windows * _share("end", end)))
 
 

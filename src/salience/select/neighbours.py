@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MAX_VECTORS_FOR_ALL_PAIRS = 6_000
-"""Up to so many vectors every pair is compared."""
+"""Up to this many vectors, every pair is compared."""
 BLOCK_ROWS = 4096
 CELLS_PER_VECTOR = 4
-"""Cells each vector is a member of: a copy shares at least one of them all but always."""
+"""Cells each vector is a member of: a copy almost always shares at least one of them."""
 
 Found = tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]
 

@@ -31,17 +31,17 @@ from salience.select.contradictions import (
 from salience.select.view import Bools, Floats, Verdict, View
 
 PASSES_TO_JUDGE = 3.0
-"""Before samples were seen this often on average, nothing is said."""
+"""No verdict is given before samples were seen this often on average."""
 RATE_OF_NOTE = 0.08
 """A lower rate of wrong labels cannot be told from hard samples, and leaving them out would gain little."""
 RATE_TO_LIST = 0.03
-"""Below it no label is even listed as suspect."""
+"""At a lower rate of wrong labels, none is even listed as suspect."""
 MAX_CONTRADICTED = 0.5
 """Where the surest predictions contradict this share of the labels, the model is at fault rather than the labels."""
 PASSES_TO_ACT = 4.0
-"""Nor are labels called wrong before this."""
+"""Labels are not called wrong before samples were seen this often on average."""
 MIN_CLEAN_SLOPE = 2.4
-"""Right labels: S falls about as D to the power of 2.5 to 6; wrong ones: to that of 0.8 to 2."""
+"""With right labels, S falls about as D to the power of 2.5 to 6; with wrong ones, to the power of 0.8 to 2."""
 DOUBT_TO_LIST, DOUBT_TO_ACT, DOUBT_TO_KEEP = 1.64, 2.33, 1.0
 """Standard errors by which S must fall slower than that: for labels to be listed, to be left out and to stay out. A list is
 asked for once, leaving out in every window: with 300 sure predictions and S falling as D to the power of 2.5, simulated runs
@@ -65,7 +65,7 @@ class Judgement:
     rate: float
     """Share of wrong labels; 0 where there is no sign of any worth acting on, NaN where one cannot tell."""
     evidence: str
-    """In words, what that follows from."""
+    """The reasons for the verdict, in words."""
     spared: Bools
     """Samples of classes that are left alone, bool [n]: too small, too poorly learnt, or losing too much."""
     firm: bool = False
@@ -115,7 +115,7 @@ def judge(history: Any) -> Judgement:
 
 
 def _verdict(found: Evidence, course: Course, passes: float) -> tuple[str, str, bool]:
-    """Whether there are wrong labels, why, and whether that is sure enough to leave some out."""
+    """The verdict on the labels, the reason for it, and True if it is sure enough to leave labels out."""
     if passes < PASSES_TO_JUDGE:
         return (
             "cannot tell",

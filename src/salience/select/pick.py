@@ -9,7 +9,7 @@ from salience.errors import ConfigError
 
 
 class RecentLosses:
-    """The last `capacity` losses on their own device, to say how hard a loss is among them."""
+    """The last `capacity` losses, on their own device, to rank a new loss among them."""
 
     def __init__(self, capacity: int = 4096) -> None:
         self.capacity = capacity

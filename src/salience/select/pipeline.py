@@ -126,8 +126,8 @@ class Pipeline:
 
         `batch_size` is that of a full window over all `world` ranks. Where an epoch is planned in `pieces`, `window` and
         `windows` count epochs, and this plan is over the members of one piece.
-        `copies` is what is known of near-copies, `stock` where the bytes of the samples are, `judged` the judgement of the
-        labels where it was made for this ledger already.
+        `copies` are the near-copies known, `stock` says where the bytes of the samples are, and `judged` is the judgement of
+        the labels if it was already made for this ledger.
         """
         for plugin in self.plugins:
             if "reference" in plugin.card.needs and self.reference is None:
@@ -183,7 +183,7 @@ class Pipeline:
     def _fetch(
         self, view: View, sifted: Sifted, importance: Floats, ids: Ids, weights: Floats, stock: Stock | None, rng: Rng
     ) -> tuple[Ids, Floats, Note]:
-        """The samples that are looked at besides, and the unimportant ones exchanged for what is cheap to fetch."""
+        """Add the samples to refresh, and exchange unimportant ones for others that are cheap to fetch."""
         how = self.config.fetch
         assert how is not None
         found: Exchange | None = None
@@ -309,7 +309,7 @@ class Pipeline:
         return chosen, loss_weights(inclusion, len(chosen), len(ids) + len(musts), 1.0 if temper is None else temper)
 
     def _sample(self, candidates: Candidates, budget: int, rng: np.random.Generator) -> tuple[Draw, float | None]:
-        """What the sampler draws, and the exponent on its weights; None where it has none."""
+        """What the sampler draws, and the exponent on its weights; None if there are no weights."""
         plugin = self.sampler
         draw = self._call(
             plugin,
@@ -339,7 +339,7 @@ class Pipeline:
 
 
 def _within(sifted: Sifted, among: range, n: int) -> Sifted:
-    """The same for a plan that chooses among some of the samples only."""
+    """The same for a plan over only some of the samples."""
     here = np.zeros(n, dtype=bool)
     here[among.start : among.stop : among.step] = True
     allowed = here if sifted.allowed is None else sifted.allowed & here
@@ -363,7 +363,7 @@ def _checked_verdict(plugin: Plugin, verdict: Any, n: int) -> Verdict:
 def _checked_score(plugin: Plugin, score: Any, view: View) -> Floats:
     score, n = np.asarray(score), view.n
     if score.shape != (n,) or score.dtype.kind not in "fiu":
-        raise PluginError(f"it returned shape {score.shape} of {score.dtype}; a score is one number a sample, [{n}]")
+        raise PluginError(f"it returned shape {score.shape} of {score.dtype}; a score is one number per sample, [{n}]")
     missing = [column for column in plugin.card.needs if column in COLUMNS and COLUMNS[column].needs_logits]
     if missing and np.isnan(score).all() and not view.unseen.all():
         raise PluginError(f"nothing is known of {', '.join(missing)}; pass logits and targets to loss()")

@@ -1,4 +1,4 @@
-"""Redundancy filter: of samples that are copies of each other one is visited, and each in its turn."""
+"""Redundancy filter: of samples that are copies of each other, one is visited per window, each in its turn."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from salience.select.view import Verdict, View
 Floats = npt.NDArray[np.float32]
 
 SURROUNDING_NEIGHBOURS = 12
-"""The distance to the neighbour of this rank stands for how far apart samples are hereabouts."""
+"""The distance to the neighbour of this rank measures how far apart samples are in the surroundings."""
 SEARCH_OPTIONS = ("ratio", "visits")
-"""Options of a plug-in that needs copies which set how `CopySearch` finds them."""
+"""Options of a plug-in that needs copies; they are passed on to `CopySearch`."""
 COMPARED_PER_VISIT = 70
 """Pairs of vectors that may be compared for each visit of a sample: 6 ns each, 0.4 microseconds together."""
 
@@ -54,8 +54,8 @@ def near_copies(embeddings: Embeddings, label: npt.NDArray[np.int32], *, ratio: 
 
     Distances are in units of what augmentation and training scatter (see `in_units_of_scatter`). A relative test needs no
     scale (after Lowe's ratio test, 2004); where neighbours come that close by chance, the ratio is lower (see
-    `by_chance`). Samples that differ in label are left alone: one of the two is wrong,
-    and which, the noise filter has to say.
+    `by_chance`). Samples that differ in label are left alone: one of the two
+    labels is wrong, and the noise filter has to say which.
     """
     z = in_units_of_scatter(embeddings)
     known = np.flatnonzero(embeddings.visits > 0)
@@ -100,7 +100,7 @@ def in_units_of_scatter(embeddings: Embeddings) -> Floats:
 
     W = covariance of single visits around their sample's mean: what augmentation and training move. Two samples that are
     copies differ in their means only by that, times sqrt(2 / visits), in whatever direction; others differ most where
-    visits do not (Fisher's discriminant with a class a sample). Directions with no more spread between samples
+    visits do not (Fisher's discriminant, with every sample a class). Directions with no more spread between samples
     than visits explain are left out. Vectors given by the user have no scatter and stay as they are.
     """
     m = embeddings.mean.astype(np.float32)
@@ -122,18 +122,18 @@ def pause(n: int, visits: float) -> float:
 
 
 class CopySearch:
-    """Gathers what copies are found by, and looks for them from time to time, beside the training.
+    """Gathers features and fingerprints, and searches for copies from time to time, in parallel with the training.
 
-    At a window's edge `look` takes what the search of the edge before has found, waiting for it if need be, and prepares
-    the next one where it is due: so what a plan knows does not depend on how fast anything was. `begin` starts it. When
-    a search is due is a matter of counts as well: what it compares, per sample, stays in proportion to visits.
+    At a window's edge `look` takes the result of the search prepared at the edge before, waiting for it if need be, and
+    prepares the next one if it is due; `begin` starts it. So what a plan knows does not depend on the speed of anything. Counts
+    decide when a search is due: the number of comparisons per sample stays in proportion to visits.
     """
 
     def __init__(self, n: int, *, ratio: float = 0.78, visits: float = 6.0, given: npt.ArrayLike | None = None) -> None:
         self.given = None if given is None else zlib.crc32(np.ascontiguousarray(given).tobytes())
         """Checksum of the vectors the user gave."""
         self.ratio = ratio if given is None else 0.9 * ratio
-        """Vectors given by the user do not scatter and need less room."""
+        """Lower for vectors given by the user, which do not scatter."""
         self.next_look = 0.0 if given is not None else visits
         """Visits per sample on average at which to look (again)."""
         self.embeddings = None if given is None else Embeddings.given(given, n)
@@ -149,7 +149,7 @@ class CopySearch:
         self._waited = False
 
     def wants(self, window: int) -> bool:
-        """True if features of this window's samples are of use: of every window at first, later of one in four."""
+        """True if features of this window's samples are wanted: in every window at first, later in one of four."""
         return self.given is None and (self._near is None or window % 4 == 0)
 
     def begin(self) -> None:
@@ -158,7 +158,7 @@ class CopySearch:
             self._search.begin()
 
     def look(self, label: npt.NDArray[np.int32], *, last: bool = False) -> bool:
-        """Take what was searched for and search on if there is reason to; True if anything may have changed.
+        """Take the result of the last search, and prepare the next if it is due; True if anything may have changed.
 
         At the end of a run (`last`) the answer is final when this returns, and fewer visits will do for it. So it is for
         vectors given by the user, which are there before the first window.
@@ -183,7 +183,7 @@ class CopySearch:
         return True
 
     def _due(self, last: bool) -> float:
-        """Visits per sample on average from which on there is reason to look."""
+        """Visits per sample on average at which the next search is due."""
         if not last:
             return self.next_look
         return min(self.next_look, 3.0 if self._near is None else max(1.4 * self._looked, self._looked + 1))

@@ -21,7 +21,7 @@ Opinion = Ledger | str | Path | npt.ArrayLike
 
 
 def reference_of(opinions: Opinion | Sequence[Opinion], n: int) -> Reference:
-    """The opinion of one network on `n` samples, or the mean one of several."""
+    """The opinion of one network on `n` samples, or the mean opinion of several."""
     several: Sequence[Any] = (opinions,)
     # A list of numbers is the losses of one network, a list of anything else that many networks.
     if isinstance(opinions, (list, tuple)) and any(isinstance(o, (Ledger, str, Path)) or np.ndim(o) for o in opinions):
@@ -65,7 +65,7 @@ def _opinion(opinion: Any, n: int) -> tuple[Floats, Floats]:
         given = np.asarray(opinion)
         if given.dtype.kind not in "fiu" or given.ndim != 1:
             raise ConfigError(
-                f"reference is {given.dtype} of shape {given.shape}; it must be one loss a sample, [{n}]."
+                f"reference is {given.dtype} of shape {given.shape}; it must be one loss per sample, [{n}]."
             )
         loss = given.astype(np.float32)
         loss[~np.isfinite(loss)] = np.nan
@@ -86,7 +86,7 @@ def _ledger_file(path: Path) -> Path:
 
 
 def _ranks(hardness: Floats) -> Floats:
-    """Rank among the known, NaN stays NaN."""
+    """Rank among the known values; NaN stays NaN."""
     known = ~np.isnan(hardness)
     ranks = np.full(len(hardness), np.nan, dtype=np.float32)
     if known.any():

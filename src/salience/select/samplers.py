@@ -12,7 +12,7 @@ from salience.select.view import Bools, Candidates, Draw, Floats, Ids
 Rng = np.random.Generator
 
 OVERDUE_WINDOWS = 4
-"""Windows after which a sample comes first where samples are drawn at random."""
+"""When samples are drawn at random, those that waited this many windows come first."""
 
 
 @card(unbiased=True)
@@ -25,8 +25,8 @@ def uniform(candidates: Candidates, budget: int, rng: Rng) -> Draw:
 def ratio(candidates: Candidates, budget: int, rng: Rng, *, explore: float = 0.1, max_noise: float = 0.04) -> Draw:
     """The most important samples, and a share `explore` of the budget drawn at random from the rest (epsilon-greedy).
 
-    Where a noise filter estimates more than `max_noise` wrong labels, or has not estimated yet, everything is
-    drawn at random: among wrong labels, hardness selects the wrong ones.
+    If a noise filter estimates more than `max_noise` wrong labels, or has no estimate yet, everything is drawn at random,
+    because hardness would select the wrong labels.
     """
     if not 0 <= explore <= 1:
         raise ConfigError(f"ratio: explore is {explore}; it must be from 0 to 1.")
@@ -71,10 +71,11 @@ def unsure(
 ) -> Draw:
     """Prefers what the model is unsure of, as far as this run's own evidence allows: the sampler of `default`.
 
-    What is hard can be learnt: p ~ max(score, floor)^power, loss weights p^-temper, half-way between unbiased and hard-first.
-    No filter judges the labels (no logits, say): the same draw, unbiased. Labels are wrong, or the model contradicts more
-    than `certain` of the hard ones with certainty: at random, since then hardness selects wrong
-    labels, and every visit teaches them. Made for scores from 0 to 1, such as `unsureness`; never seen counts as 1.
+    If what is hard can be learnt, p ~ max(score, floor)^power with loss weights p^-temper, half-way between unbiased and
+    hard-first. If no filter judges the labels (without logits, say), the draw is the same, but unbiased. If labels are wrong,
+    or the model contradicts more than `certain` of the hard ones with certainty, samples are drawn at random: hardness would
+    select wrong labels, and every visit would teach them. Meant for scores from 0 to 1, such as `unsureness`; a sample never
+    seen counts as 1.
     """
     if not 0 < floor <= 1 or power < 0 or not 0 <= temper <= 1 or not 0 <= certain <= 1:
         raise ConfigError(
@@ -97,7 +98,7 @@ def unsure(
 
 @card(unbiased=True, exact=False)
 def prune_rescale(candidates: Candidates, budget: int, rng: Rng, *, drop: float = 0.5, start: float = 3.0) -> Draw:
-    """InfoBatch: of the samples scoring under the mean a share `drop` is left out, the kept ones weigh 1/(1-drop).
+    """InfoBatch: of the samples scoring under the mean, a share `drop` is left out; the kept ones weigh 1/(1-drop).
 
     Qin et al. 2024. Scores start at `start`; the rule sets its own budget.
     """
@@ -135,7 +136,7 @@ def choose_outside(rng: Rng, taken: Bools, count: int) -> Ids:
 
 
 def top(importance: Floats, count: int) -> Bools:
-    """The `count` largest as a mask."""
+    """A mask of the `count` largest values."""
     mask = np.zeros(len(importance), dtype=bool)
     if count >= len(importance):
         mask[:] = True
@@ -226,7 +227,7 @@ def slide(candidates: Candidates, budget: int, rng: Rng, *, begin: float = 0.0, 
     """A window of `budget` samples over the ranks of importance, from the lowest at `begin` of the run to the highest.
 
     first = round((M - budget) * t),  t = (time - begin) / (until - begin) held in [0, 1];  ranks first to first + budget - 1.
-    An own simple curriculum: easy to hard, with the score as the hardness.
+    A simple curriculum of our own: easy to hard, with the score as the hardness.
     """
     if not 0 <= begin < until <= 1:
         raise ConfigError(f"slide: begin is {begin}, until {until}; they must be from 0 to 1, begin before until.")

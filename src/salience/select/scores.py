@@ -32,7 +32,7 @@ def unsureness(view: View) -> Floats:
 
 
 def staleness(view: View) -> Floats:
-    """Windows since the last visit: what we know least about now."""
+    """Windows since the last visit: samples we now know least about come first."""
     return view.age.astype(np.float32)
 
 
@@ -98,7 +98,7 @@ def uncertainty(view: View) -> Floats:
 
 @card(needs=("reference",))
 def rho(view: View) -> Floats:
-    """RHO-LOSS: last loss - the loss another model has on it (Mindermann et al. 2022): what is hard and can be learnt.
+    """RHO-LOSS: last loss - the loss of another model (Mindermann et al. 2022): what is hard and can be learnt.
 
     The published rule takes the loss afresh from a batch ten times as large; here it is that of the last visit. A wrong
     label is hard for the other model too, and falls out.

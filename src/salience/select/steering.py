@@ -2,7 +2,7 @@
 
     evaluated(metric)  ->  inside the baseline's band at equal progress?  yes, twice in a row: keep less;  no: keep more
 
-Without a baseline nobody can say what a metric means, and nothing moves.
+Without a baseline there is nothing to compare a metric with, and the share does not move.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ KEEP_SHARES = (1.0, 0.8, 0.65, 0.5, 0.4, 0.33, 0.25)
 BAND_WIDTH = 2.0
 """The band begins this many spreads below the baseline's mean; a metric above the mean is always inside."""
 RESULTS_BEFORE_LESS = 2
-"""Results in a row inside the band before less is kept. One outside is enough for more."""
+"""Less is kept after this many results in a row inside the band; a single one outside is enough to keep more."""
 
 Paths = str | Path | Sequence[str | Path]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Band:
-    """What the baseline had at some progress."""
+    """The metric of the baseline at some progress."""
 
     mean: float
     spread: float

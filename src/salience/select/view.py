@@ -21,7 +21,7 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clock:
-    """Where in the run a window stands."""
+    """The position of a window in the run."""
 
     window: int
     windows: int
@@ -67,7 +67,7 @@ class View:
     ) -> None:
         self.n = ledger.n
         self.copies = copies
-        """Which samples are copies of each other; None where nobody looked."""
+        """Which samples are copies of each other; None if they were not searched for."""
         self.judged = judged
         """The judgement of the labels, where it was made for this ledger already."""
         self.clock = clock
@@ -136,7 +136,7 @@ class Verdict:
     force: Bools | None = None
     """True = visited for certain, budget permitting, even if an earlier filter left it out; bool [n]."""
     factor: Floats | None = None
-    """On the loss weight of a sample that is visited, float32 [n]; 0 = looked at, not learnt from. The mean weight stays."""
+    """Factor on the loss weight of a sample that is visited, float32 [n]; 0 = seen, not learnt. The mean weight is kept."""
     noise: float | None = None
     """Estimated share of wrong labels; NaN where it is still to be estimated, None where the filter has no opinion."""
     reason: str = ""

@@ -1,4 +1,4 @@
-"""Loss weights from inclusion probabilities, in this one place."""
+"""Loss weights from inclusion probabilities; they are computed nowhere else."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def loss_weights(inclusion: Floats | None, drawn: int, population: int, temper: 
 
 
 def scaled_weights(weights: Floats, factor: Floats) -> Floats:
-    """Weights times `factor`, scaled so that the mean stays what it was; as they are where every factor is 0."""
+    """Weights times `factor`, scaled so that the mean stays the same; unchanged if every factor is 0."""
     scaled = weights * factor
     total, wanted = float(scaled.sum()), float(weights.sum())
     return weights if total <= 0 else (scaled * np.float32(wanted / total)).astype(np.float32, copy=False)

@@ -27,15 +27,15 @@ from salience.signals.ghost import STEP_OVER_FORWARD, Extent, Layer, Size, choos
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """What gradient norms are made of, settled at the first step."""
+    """What gradient norms are computed from, settled at the first step."""
 
     grad_norm: str
     layers: tuple[str, ...]
-    """Names of the layers taken; none where the model has neither Linear nor Conv2d and its output stands for it."""
+    """Names of the layers used; empty if the model has neither Linear nor Conv2d and its output is used instead."""
     of: int
     """Linear and Conv2d layers that ran on the batch."""
     share: float
-    """Predicted operations over those of the step."""
+    """Predicted operations as a share of those of the step."""
     left_out: tuple[str, ...]
     """Kinds of other layers with trainable parameters."""
 
@@ -61,7 +61,7 @@ class _Call:
     taken: bool = False
     at_once: bool = False
     """Make its norm as soon as the gradient is there, and let its input go: the layer's only call for this batch, with many
-    positions. Small ones wait for `finish`, where they are made together, at half the price."""
+    positions. Small ones wait for `finish`, which computes them together at half the cost."""
     gradient: Tensor | None = None
 
 
@@ -78,7 +78,7 @@ class BackwardStep:
     features: Tensor | None = None
     ids: npt.NDArray[np.int64] | None = None
     kept: Tensor | None = None
-    """Positions in `ids` that the losses are of, where only some are."""
+    """Positions in `ids` that have losses, if only some have."""
     window: int = 0
     scale: Tensor | None = None
     """d(what was differentiated) / d(loss of the sample): weights, means and a gradient scaler in one, [B]."""
@@ -145,16 +145,16 @@ class Attached:
         }
         layers = {name: module for name, module in model.named_modules() if _supported(module)}
         self._whole = grad_norm is not None and not layers
-        """The model's own output stands for the layers it does not have."""
+        """True if the model's own output is used, for lack of layers."""
         self._chosen: frozenset[str] | None = None
         self._waiting = 0
         """Batches delivered whose losses have not come: more than one where a loop fetches ahead."""
         self._counts = False
-        """Whether norms are made in this step."""
+        """True if norms are computed in this step."""
         self._step: BackwardStep | None = None
         self._done: list[BackwardStep] = []
         self._seen: Tensor | None = None
-        """What the last Linear was given."""
+        """Input of the last Linear."""
         self._hooks = {
             name: module.register_forward_hook(_Hook(self, name))
             for name, module in ({"": model} if self._whole else layers).items()
@@ -170,7 +170,7 @@ class Attached:
         self._done.clear()
 
     def deliver(self, number: int) -> None:
-        """A new batch: what runs from now on is of it."""
+        """A new batch: forward calls from now on belong to it."""
         self._waiting += 1
         self._counts = self._extent is not None and number % self._every == 0
         self._seen = None
@@ -199,7 +199,7 @@ class Attached:
     def watch(
         self, losses: Tensor, ids: npt.NDArray[np.int64], kept: Tensor | None = None, *, window: int
     ) -> Choice | None:
-        """The losses of the samples `ids` (or of the positions `kept` of them). Returns the choice when it was made now."""
+        """The losses of the samples `ids` (or of the positions `kept` of them). Returns the choice if it was made now."""
         step = self._step
         self._waiting = max(0, self._waiting - 1)
         self._open()
@@ -281,7 +281,7 @@ def _supported(module: nn.Module) -> bool:
 
 
 def _fits(call: _Call, rows: tuple[int, int]) -> bool:
-    """Whether the layer was given as many samples as were delivered, or as there are losses."""
+    """True if the layer was given as many samples as were delivered, or as there are losses."""
     shape = call.given.shape
     axes = 4 if isinstance(call.layer, nn.Conv2d) else 2 if call.layer is not None else 1
     return len(shape) >= axes and shape[0] in rows

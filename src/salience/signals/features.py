@@ -1,4 +1,4 @@
-"""Penultimate features: what the last Linear was given, as a short vector of length 1 a sample."""
+"""Penultimate features: what the last Linear was given, as a short vector of norm 1 per sample."""
 
 from __future__ import annotations
 

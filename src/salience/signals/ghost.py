@@ -1,8 +1,8 @@
-"""Per-sample gradient norms of Linear and Conv2d layers, without one backward pass a sample ("ghost norms").
+"""Per-sample gradient norms of Linear and Conv2d layers, without one backward pass per sample ("ghost norms").
 
 A layer was given a_t and the loss has the gradient g_t for what it gave, at T positions t of one sample: tokens, pixels
 of the output (a_t is then the patch under the kernel), or one position for a Linear on [B, D]. The gradients of weight
-and bias are sum_t g_t a_t^T and sum_t g_t, with D inputs and O outputs a position, so
+and bias are sum_t g_t a_t^T and sum_t g_t, with D inputs and O outputs per position, so
 
     |grad weight|^2 = sum_{t,s} (a_t . a_s)(g_t . g_s)       Gram form, T^2 (D + O) operations
                     = |sum_t g_t a_t^T|^2                     direct form, T D O operations
@@ -27,23 +27,23 @@ Layer = nn.Linear | nn.Conv2d
 Extent = Literal["auto", "all", "last"]
 
 MAX_SHARE_OF_STEP = 0.1
-"""Of a step's operations that "auto" may spend."""
+"""Largest share of a step's operations that "auto" may spend."""
 STEP_OVER_FORWARD = 3
 """Operations of a training step over those of its forward pass: the gradients of inputs and of weights cost one each."""
 MULTIPLICATIONS_PER_COPY = 64
 """Multiplications that take as long as copying one number into a patch (measured on one core)."""
 MAX_NUMBERS_HELD = 1 << 24
-"""Numbers held at once while norms are made; larger batches go through in parts."""
+"""Most numbers held at once while norms are computed; larger batches go through in parts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """What one sample is to a layer."""
+    """The size of one sample in a layer."""
 
     positions: int
     inputs: int
     outputs: int
-    """Of one position, in one group."""
+    """Inputs and outputs of one position, in one group."""
     groups: int = 1
     copied: int = 0
     """Numbers in the patches of a convolution."""
@@ -61,7 +61,7 @@ class Size:
 
     @property
     def held(self) -> int:
-        """Numbers in memory while the norm is made."""
+        """Numbers in memory while the norm is computed."""
         return self.copied + 1 + self.groups * min(2 * self.positions**2, self.inputs * self.outputs)
 
 
@@ -76,7 +76,7 @@ def cheaper(positions: int, inputs: int, outputs: int) -> Literal["gram", "direc
 
 
 def size_of(layer: Layer, given: Sequence[int], gave: Sequence[int]) -> Size:
-    """From the shapes of the layer's input and output."""
+    """The size of a sample, from the shapes of the layer's input and output."""
     if isinstance(layer, nn.Linear):
         return Size(positions=math.prod(given[1:-1]), inputs=given[-1], outputs=gave[-1])
     positions, inputs = math.prod(gave[2:]), layer.in_channels // layer.groups * math.prod(layer.kernel_size)
@@ -162,7 +162,7 @@ def _rows(layer: Layer, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _patches(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    """What lies under the kernel at each output pixel, [B, C * kernel, T]."""
+    """The patch under the kernel at each output pixel, [B, C * kernel, T]."""
     if _pointwise(conv):
         return x.flatten(2)
     rows, columns = _sides(conv)

@@ -23,7 +23,7 @@ from salience.signals.attached import first_tensor
 
 LEARNING_RATE = 0.01
 MOMENTUM = 0.9
-"""Of the SGD that trains a proxy which comes without an optimizer; the rate is not scheduled."""
+"""Settings of the SGD that trains a proxy given without an optimizer; the learning rate is not scheduled."""
 
 
 class Proxy:

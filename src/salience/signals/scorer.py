@@ -1,11 +1,11 @@
-"""A background scorer: one process of low priority that runs a snapshot of the model over samples nobody visits.
+"""A background scorer: one process of low priority that runs a snapshot of the model over samples that are not visited.
 
     the run, at a window's start                      the scorer
     take()   the scores finished since then      <-   values[:, :done]
     ask(ids) weights and ids into shared memory  ->   copies them, counts `taken` up, scores batch by batch
 
-Nobody waits and nobody locks. The run writes weights and ids only while the scorer has taken what it was asked before,
-and the scorer reads them only until it has; the pipe carries a few bytes a window, and its end tells each that the other is
+Neither side waits or locks. The run writes weights and ids only while the scorer has taken what it was asked before,
+and the scorer reads them only until it has; the pipe carries a few bytes per window, and its end tells each that the other is
 gone. What is unfinished when the next question comes is given up.
 """
 
@@ -33,13 +33,13 @@ from salience.memory import Memory, fence
 Ids = npt.NDArray[np.int64]
 
 MAX_REFRESH_SHARE = 0.25
-"""Of the samples not picked in a window, scored in it at the most: the refresh set."""
+"""Largest share of the samples not picked in a window that is scored in it: the refresh set."""
 SECONDS_WITHOUT_SCORE = 300.0
 """Seconds without a single score after which the scorer is given up."""
 
 
 def stalest(picked: Ids, last_seen: npt.NDArray[np.int32], *, share: float = MAX_REFRESH_SHARE) -> Ids:
-    """The `share` of the samples that are not `picked` which nobody has looked at for longest, longest first, int64."""
+    """Of the samples that are not `picked`, the `share` not seen for longest, longest first, int64."""
     rest = np.ones(len(last_seen), dtype=bool)
     rest[picked] = False
     ids = np.flatnonzero(rest)
@@ -53,7 +53,7 @@ def score(model: nn.Module, batch: Any, count: int, device: torch.device) -> Ten
     """The rows of `reduce_batch` for a collated batch (inputs, integer targets): cross-entropy and logits, [9, count]."""
     targets = integer_targets(batch, count)
     if targets is None or not isinstance(batch, (tuple, list)):
-        raise DataError("the background scorer needs batches (inputs, ..., targets) with one integer class a sample")
+        raise DataError("the background scorer needs batches (inputs, ..., targets) with one integer class per sample")
     inputs: Any = batch[0]
     targets = targets.to(device)
     logits = model(inputs.to(device)).float()
@@ -78,7 +78,7 @@ class _Board:
         self.counts = whole[:16].view(torch.int64)
         """Questions taken and samples done, int64 [2]; only the scorer writes it."""
         self.ids = whole[16:after].view(torch.int64)
-        """Asked for, int64 [most]."""
+        """Ids asked for, int64 [most]."""
         self.values = whole[after:end].view(torch.float32).view(len(LOGIT_ROWS), most)
         """Scores of the first `done` of them, float32 [9, most]."""
         self.weights = whole[_aligned(end) :]

@@ -21,13 +21,13 @@ class Treat:
     memory: int | str = "2GiB"
     """Bytes of intermediates kept, on each node."""
     split: int | None = None
-    """How many stages lie before the intermediate; None = what saves most."""
+    """Number of stages before the intermediate; None = what saves most."""
     r_max: int = 4
-    """Visits made of one intermediate at most."""
+    """Most visits made from one intermediate."""
     views: int | Literal["auto"] = "auto"
-    """Views of a sample under "echo": on average, or from the measured times."""
+    """Mean number of views per sample under "echo"; "auto" derives it from the measured times."""
     distance: int = 2
-    """Batches between two views of a sample at least."""
+    """Fewest batches between two views of a sample."""
     strength: bool = False
     """Stages that take a keyword `strength` get the sample's importance, from 0 to 1."""
 
@@ -54,4 +54,4 @@ class Treat:
 
 
 MOST_VIEWS = 16
-"""Of one sample in one window."""
+"""Most views of one sample in one window."""

@@ -1,4 +1,4 @@
-"""What a worker does: read, run the stages, time them, and keep or take up intermediates as the plan says."""
+"""What a worker does: read, run the stages, time them, and store or reuse intermediates as the plan says."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Treatment(NamedTuple):
     window: int
     level: npt.NDArray[np.uint8]
     created: npt.NDArray[np.int32]
-    """Window whose draws the stages before the split have."""
+    """Window that seeds the stages before the split, [B]."""
     slot: npt.NDArray[np.int64]
     strength: npt.NDArray[np.float32]
     split: int = 0
@@ -36,9 +36,9 @@ class Treatment(NamedTuple):
     size: int = 0
     """Bytes of a slot; 0 = nothing is kept."""
     seed_reads: bool = False
-    """Whether the data set itself draws."""
+    """True if the data set itself draws random numbers."""
     unread: bool = False
-    """Whether a cache has left out the bytes of what is reused."""
+    """True if a cache has left out the bytes of what is reused."""
 
     @classmethod
     def fresh(cls, count: int, window: int = 0) -> Treatment:
@@ -47,7 +47,7 @@ class Treatment(NamedTuple):
 
 
 class StageTimes:
-    """Seconds and calls of reading, of each stage, and of keeping and taking up intermediates, [stages + 2]."""
+    """Seconds and calls of reading, of each stage, and of storing and loading intermediates, [stages + 2]."""
 
     def __init__(self, stages: int) -> None:
         self.seconds, self.calls = np.zeros(stages + 2), np.zeros(stages + 2, dtype=np.int64)
@@ -58,17 +58,17 @@ class StageTimes:
 
 
 class BatchReport(NamedTuple):
-    """What there is to tell about a batch."""
+    """What a worker reports about a batch."""
 
     seconds: Floats
-    """As a StageTimes has them."""
+    """Seconds of reading, of each stage and of intermediates, as in StageTimes."""
     calls: npt.NDArray[np.int64]
     cost_us: npt.NDArray[np.float32]
-    """Of each sample that was read and ran through every stage, else NaN, [B]."""
+    """Microseconds of each sample that was read and ran through every stage, otherwise NaN, [B]."""
     missed: int
-    """Intermediates that were to be taken up and were not there."""
+    """Number of intermediates that were to be reused and were not there."""
     unfit: int
-    """Intermediates that could not be kept."""
+    """Number of intermediates that could not be stored."""
     broken: dict[int, str]
     """Position in the batch -> what is wrong with the sample that belongs there."""
     counts: dict[str, int]
@@ -76,14 +76,14 @@ class BatchReport(NamedTuple):
 
 
 class StagedBatch(NamedTuple):
-    """A collated batch and its note."""
+    """A collated batch and the report on it."""
 
     batch: Any
     report: BatchReport
 
 
 class Treated(list[Any]):
-    """The samples of one batch, and what there is to tell about them."""
+    """The samples of one batch, and the report on them."""
 
     report: BatchReport
 
@@ -103,7 +103,7 @@ class StagedDataset(Dataset[Any]):
         self._run = [Runner(stage, strength) for stage in stages]
         random = [stage.random is not False for stage in stages]
         self._draws = [any(random[:k]) for k in range(len(random) + 1)]
-        """Whether a stage before number k may draw."""
+        """True if a stage before number k may draw random numbers."""
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -163,7 +163,7 @@ class StagedDataset(Dataset[Any]):
         return treated
 
     def _taken_up(self, ids: list[int], how: Treatment, times: StageTimes) -> dict[int, tuple[Any, Any]]:
-        """Position -> intermediate and the rest of the sample, of those that are reused and are there."""
+        """Position -> intermediate and the rest of the sample, for those that are reused and found."""
         found: dict[int, tuple[Any, Any]] = {}
         if self.slots is None or not how.size:
             return found
@@ -176,7 +176,7 @@ class StagedDataset(Dataset[Any]):
         return found
 
     def _kept(self, k: int, i: int, value: Any, rest: Any, how: Treatment, times: StageTimes) -> bool:
-        """Keep the intermediate where the plan says so; False where that cannot be done."""
+        """Store the intermediate if the plan says so; False if that cannot be done."""
         if self.slots is None or not how.size or how.level[k] & LEVEL_MASK == FRESH or isinstance(value, Broken):
             return True
         begin = perf_counter()
@@ -206,9 +206,9 @@ class StagedDataset(Dataset[Any]):
     def read(
         self, ids: list[int], ticket: int, seeds: list[int] | None, unread: Sequence[bool] = ()
     ) -> tuple[list[Any], dict[str, int]]:
-        """What the data set gives for each id; of a Source, bytes (or a Broken) with the label.
+        """What the data set gives for each id; for a Source, bytes (or a Broken) with the label.
 
-        Of `unread` ones the cache has nothing, since an intermediate was to be taken up: the store is asked.
+        The cache has no bytes for `unread` ones, since an intermediate was to be reused: they are read from the store.
         """
         if not ids:
             return [], {}
@@ -251,7 +251,7 @@ class StagedDataset(Dataset[Any]):
 
 
 class TreatCollate:
-    """The user's collate function, with the note beside its result."""
+    """The user's collate function, which puts the report beside its result."""
 
     def __init__(self, collate: Callable[[Any], Any], last: str) -> None:
         self.collate, self._last = collate, last

@@ -15,10 +15,10 @@ Ids = npt.NDArray[np.int64]
 
 
 def views_needed(saved: float, rest: float, compute: float, most: int = 4) -> int:
-    """Views a sample so that input keeps up with the model: the least e with saved / e + rest <= compute, at most `most`.
+    """Views per sample for input to keep up with the model: the least e with saved / e + rest <= compute, at most `most`.
 
-    Seconds a batch: `saved` of reading and of the stages before the intermediate, `rest` of those after it, each divided by the
-    workers, and `compute` of the loop.
+    Arguments are seconds per batch: `saved` of reading and of the stages before the intermediate, `rest` of those after it,
+    each divided by the workers, and `compute` of the loop.
     """
     if saved + rest <= compute:
         return 1
@@ -53,7 +53,7 @@ def echo(views: npt.NDArray[np.int64], turn: npt.NDArray[np.int32], *, apart: in
     Samples whose `turn` (window of the last reading) is longest ago come first, in the plan's order among equals, until their
     views fill the plan; the others wait for a later window. View v of sample number t of m stands at
     t / m * (T - (views - 1) g) + g (v + u / 2), u uniform in [0, 1), and visits are in the order of that: a shuffle buffer.
-    Somewhere near the ends only one view of each sample is about, so g = 2 (T / m) * apart keeps two views of a sample
+    Near the ends only one view of each sample is in play, so g = 2 (T / m) * apart keeps two views of a sample
     `apart` visits from each other. Where the plan is too short for that a sample has fewer views.
     """
     visits = len(views)

@@ -1,4 +1,4 @@
-"""Which samples get every stage fresh and which take up an intermediate: pure functions, asked when a window is planned."""
+"""Which samples get every stage fresh and which reuse an intermediate: pure functions, called when a window is planned."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from salience.plan import FRESH, REUSED, STORED
 
 Ids = npt.NDArray[np.int64]
 MAX_IDLE_ROUNDS = 4
-"""An intermediate that was made more than MAX_IDLE_ROUNDS * r_max windows ago and is not wanted now gives its slot up."""
+"""An intermediate older than MAX_IDLE_ROUNDS * r_max windows that is not wanted now gives up its slot."""
 
 
 def reuse_factor(importance: npt.NDArray[Any], r_max: int) -> npt.NDArray[np.uint8]:
@@ -26,14 +26,14 @@ def reuse_factor(importance: npt.NDArray[Any], r_max: int) -> npt.NDArray[np.uin
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ReuseTable:
-    """Which sample has an intermediate, where, and how often it was used."""
+    """Which samples have an intermediate, in which slot, and how often it was used."""
 
     slot: npt.NDArray[np.int32]
     """int32 [n]; -1 = none."""
     created: npt.NDArray[np.int32]
-    """Window whose draws are in it, int32 [n]; -1 = there never was one."""
+    """Window whose draws the intermediate holds, int32 [n]; -1 = there never was one."""
     uses: npt.NDArray[np.uint8]
-    """Visits made of it, the one that made it included, uint8 [n]."""
+    """Visits made from it, including the one that created it, uint8 [n]."""
 
     @classmethod
     def empty(cls, n: int) -> ReuseTable:
@@ -53,8 +53,8 @@ def assign_slots(
 ) -> tuple[npt.NDArray[np.uint8], ReuseTable]:
     """Treatment level of each planned sample, uint8 [len(ids)], and the reuse table at the end of the window.
 
-    A sample whose intermediate was used less than factor[id] times takes it up. All others are made fresh; those that may be
-    used again get the slots there are, the highest factor first and by lot among equals. The first intermediate of a sample
+    A sample whose intermediate was used fewer than factor[id] times reuses it. All others are made fresh; those that may be
+    used again get the free slots, the highest factor first and by lot among equals. The first intermediate of a sample
     counts as used by lot, so that about as many are made again in each window (round-robin) instead of all in the same one.
     """
     slot, created, uses = table.slot.copy(), table.created.copy(), table.uses.copy()
@@ -90,7 +90,7 @@ class SplitPoint:
     stages: int
     size: int
     slots: int
-    """How many there is room for."""
+    """Number of slots there is room for."""
 
 
 def choose_split(
@@ -102,11 +102,11 @@ def choose_split(
     memory: int,
     n: int,
 ) -> int | None:
-    """After how many stages the intermediate saves most; None where none may be kept, fits, or saves anything.
+    """Number of stages after which an intermediate saves most; None if none may be kept, fits, or saves anything.
 
-    saved(k) = (seconds of reading and of the first k stages - seconds of keeping it and taking it up) *
+    saved(k) = (seconds of reading and of the first k stages - seconds of storing and loading it) *
     min(1, memory / (n * bytes(k))): what is saved where there is one, for the share of the samples there is room for. Where
-    memory is short that is cost saved a byte. `seconds` [1 + stages] begins with reading; the others [stages] are by k.
+    memory is short, that is the cost saved per byte. `seconds` [1 + stages] begins with reading; the others [stages] are by k.
     """
     room = memory // np.maximum(sizes, 1)
     saved = (np.cumsum(seconds)[: len(sizes)] - keeping) * np.minimum(1.0, room / n)

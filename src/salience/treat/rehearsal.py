@@ -20,26 +20,26 @@ from salience.treat.slots import Slots, stored_bytes, taken_apart
 from salience.treat.stages import joined, parts
 
 SAMPLES_TRIED, SAMPLES_RUN_TWICE = 8, 2
-"""Samples that are tried, and those of them that run twice."""
+"""Number of samples that are tried, and of those that run twice."""
 
 
 class Rehearsal(NamedTuple):
     """What a few samples showed."""
 
     seconds: Floats
-    """A sample: of reading and of each stage, [1 + stages]."""
+    """Seconds per sample of reading and of each stage, [1 + stages]."""
     sizes: npt.NDArray[np.int64]
-    """Bytes of a slot for what stage k is given, the largest, [stages]."""
+    """Bytes of a slot for the largest input of stage k, [stages]."""
     keeping: Floats
-    """A sample: of keeping that and of taking it up again, [stages]."""
+    """Seconds per sample to store that and to load it again, [stages]."""
     random: npt.NDArray[np.bool_]
-    """Whether reading and each stage drew or gave two results for one sample, [1 + stages]."""
+    """True if reading, or a stage, drew random numbers or gave two results for one sample, [1 + stages]."""
     counts: dict[str, int]
     """What was asked of a Source."""
 
 
 def rehearsed(staged: StagedDataset, workers: int, options: dict[str, Any]) -> Rehearsal:
-    """In a worker, where there are any: what a data set opens when it is first read must not be opened before a fork."""
+    """Rehearse, in a worker if there are any: what a data set opens when it is first read must not be opened before a fork."""
     ids = np.linspace(0, len(staged) - 1, min(SAMPLES_TRIED, len(staged))).astype(np.int64)
     taken = {
         name: options[name] for name in ("multiprocessing_context", "worker_init_fn", "timeout") if name in options
@@ -129,7 +129,7 @@ def _differ(a: Any, b: Any) -> bool:
 
 
 def _kept(value: Any) -> tuple[int, float]:
-    """Bytes of a slot for it, and seconds to keep it and take it up."""
+    """Bytes of a slot for a value, and seconds to store and load it."""
     try:
         size = stored_bytes(value)
     except Exception:  # what cannot be taken apart is never kept

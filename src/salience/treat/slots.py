@@ -22,9 +22,9 @@ from salience.memory import Memory, fence, node_memory
 from salience.ranks import Ranks
 
 SLOT_HEADER_BYTES = 32
-"""Bytes in front of each slot: sample + 1, window, bytes, nothing."""
+"""Bytes in front of each slot: sample + 1, window, number of bytes, unused."""
 ALIGNMENT_BYTES = 64
-"""Arrays begin at multiples of it."""
+"""Arrays begin at multiples of this."""
 
 
 class Slots:
@@ -41,7 +41,7 @@ class Slots:
         self._data: npt.NDArray[np.uint8] = memory.array(np.uint8, memory.size)
 
     def put(self, slot: int, size: int, sample: int, window: int, value: Any) -> bool:
-        """Whether it could be kept: it fits, and can be taken apart."""
+        """Store a value; False if it does not fit or cannot be pickled."""
         try:
             head, buffers = taken_apart(value)
         except Exception:  # whatever a user's object raises when it is pickled
@@ -79,7 +79,7 @@ class Slots:
             return None
         data = place[SLOT_HEADER_BYTES : SLOT_HEADER_BYTES + int(header[2])].copy()
         fence()
-        if header[0] != sample + 1 or header[1] != window:  # somebody began to write meanwhile
+        if header[0] != sample + 1 or header[1] != window:  # another worker began to write meanwhile
             return None
         count = int(data[:8].view(np.int64)[0])
         lengths = data[8 : 8 * (count + 1)].view(np.int64).tolist()
@@ -126,7 +126,7 @@ def _beside(obj: Any) -> Any:
 
 
 PLAIN_MODES = ("RGB", "L", "RGBA")
-"""Of PIL images without a palette."""
+"""Modes of PIL images without a palette."""
 
 
 def _image(mode: str, size: tuple[int, int], info: Any, pixels: Any) -> Any:

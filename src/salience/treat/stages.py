@@ -14,11 +14,11 @@ from salience.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One step: a callable on the first element of a sample, or on the sample where it is no tuple."""
+    """One step: a callable on the first element of a sample, or on the whole sample if it is not a tuple."""
 
     call: Callable[..., Any]
     random: bool | None = None
-    """Whether it gives something else each time. None = not said, which counts as random."""
+    """True if the result differs from call to call. None = not declared, which counts as random."""
     freeze: bool = False
     """Its draws may be kept with the intermediate, for up to `r_max` visits."""
     name: str | None = None
@@ -35,7 +35,7 @@ class Stage:
 
     @property
     def reusable(self) -> bool:
-        """Whether its result may be kept."""
+        """True if its result may be kept."""
         return self.random is False or self.freeze
 
 
@@ -84,7 +84,7 @@ class Runner:
 
 
 def takes_strength(call: Callable[..., Any]) -> bool:
-    """Whether a stage has a keyword `strength`."""
+    """True if a stage has a keyword `strength`."""
     try:
         return "strength" in inspect.signature(call).parameters
     except (TypeError, ValueError):
@@ -92,7 +92,7 @@ def takes_strength(call: Callable[..., Any]) -> bool:
 
 
 def parts(sample: Any) -> tuple[Any, Any]:
-    """What stages work on, and the sample itself to put the result back into."""
+    """What stages work on, and the sample to put the result back into."""
     return (sample[0], sample) if isinstance(sample, tuple) and sample else (sample, None)
 
 

@@ -1,4 +1,4 @@
-"""What the training process does of Treat: choose the split, set levels at a window's start, count, and tell."""
+"""The part of Treat in the training process: choose the split, set levels at a window's start, count, and report."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ class Treating:
         self.staged = StagedDataset(dataset, stages, seed=seed, strength=config.strength, slots=slots)
         self.split: SplitPoint | None = None
         self.kind = "fresh"
-        """What the window in progress does."""
+        """Treatment of the window in progress: "fresh", "reuse" or "echo"."""
         self.views = 1
-        """Views a sample in it, on average."""
+        """Mean number of views per sample in the window in progress."""
         self._table = ReuseTable.empty(self.n)
         self._turn = np.full(self.n, -1, dtype=np.int32)
-        """Window in which each was last read under echo."""
+        """Window in which each sample was last read under echo."""
         self._found: Rehearsal | None = None
         self._times = StageTimes(len(stages))
         self.compute = [0.0, 0]
-        """Seconds the loop took for its batches, and how many."""
+        """Seconds the loop took for its batches, and the number of batches."""
         self._batch = 1
-        """Samples of the batch delivered last."""
+        """Number of samples in the batch delivered last."""
         self.counts = dict.fromkeys(COUNTS, 0)
         self._visits, self._fresh = np.zeros((2, self.n), dtype=np.int32)
-        """Of each sample, visits, and those at which every stage was fresh."""
+        """Visits of each sample, and those at which every stage was fresh."""
 
     def begin(self, options: dict[str, Any]) -> tuple[list[str], dict[str, int]]:
-        """Rehearse and choose the split, once a run; what there is to say, and what was asked of a Source."""
+        """Rehearse and choose the split, once per run; returns warnings, and what was asked of a Source."""
         if self._found is not None:
             return [], {}
         count = len(self.stages)
@@ -116,7 +116,7 @@ class Treating:
         return said
 
     def plan(self, plan: Plan, ranks: npt.NDArray[Any] | None, copies: Copies | None) -> Plan:
-        """The plan with levels; under echo, of as many visits to fewer samples."""
+        """The plan with treatment levels; under echo, with as many visits to fewer samples."""
         if ranks is not None and ranks.min() == ranks.max():
             ranks = None
         if self.config.strength and plan.ranks is None and ranks is not None:
@@ -149,7 +149,7 @@ class Treating:
         )  # fmt: skip
 
     def _choice(self) -> tuple[str, int]:
-        """What the next window does, and with how many views, from the times measured so far."""
+        """The treatment of the next window and its number of views, from the times measured so far."""
         kind, views = self.config.kind, self.config.views
         if self.split is None or kind in ("fresh", "reuse"):
             return kind, 1
@@ -170,14 +170,14 @@ class Treating:
         return kind, views if kind == "echo" else 1
 
     def unread(self, plan: Plan) -> npt.NDArray[np.bool_] | None:
-        """Visits for which an intermediate should lie on this node, bool [visits]; None where there are none, or on several
-        nodes, each of which has only those it made."""
+        """Visits whose intermediate should be on this node, bool [visits]; None if there are none, or with several nodes,
+        each of which has only those it made."""
         if self.split is None or self.kind == "fresh" or (self._ranks is not None and self._ranks.several_nodes):
             return None
         return (plan.level & LEVEL_MASK) == REUSED
 
     def treatment(self, shard: Shard) -> Callable[[slice], Treatment]:
-        """What to tell workers of a batch, by its place in the plan."""
+        """A function that gives the treatment of a batch by its place in the plan, for the workers."""
         plan = shard.plan
         created = np.full(len(plan), plan.window, dtype=np.int32)
         slot = np.zeros(len(plan), dtype=np.int64)
@@ -199,12 +199,12 @@ class Treating:
         return of
 
     def took(self, seconds: float) -> None:
-        """The loop's own time for a batch."""
+        """Count the loop's own time for a batch."""
         self.compute[0] += seconds
         self.compute[1] += 1
 
     def take(self, ids: npt.NDArray[np.int64], level: npt.NDArray[np.uint8], report: BatchReport) -> None:
-        """Count what a worker has to tell of a batch."""
+        """Count what a worker reports about a batch."""
         np.add.at(self._visits, ids, 1)
         np.add.at(self._fresh, ids, (level & LEVEL_MASK) != REUSED)
         self._times.seconds += report.seconds
@@ -216,14 +216,14 @@ class Treating:
 
     @property
     def costs(self) -> dict[str, float]:
-        """Microseconds a call of reading, of each stage, and of an intermediate."""
+        """Microseconds per call of reading, of each stage, and of an intermediate."""
         labels = "read", *(stage.label for stage in self.stages), "intermediate"
         each = 1e6 * self._times.seconds / np.maximum(1, self._times.calls)
         return dict(zip(labels, np.round(each, 1).tolist(), strict=True))
 
     @property
     def saved(self) -> float:
-        """Seconds of workers' time that intermediates saved, their own cost taken off."""
+        """Seconds of workers' time that intermediates saved, net of their own cost."""
         if self.split is None:
             return 0.0
         before = slice(0, self.split.stages + 1)
@@ -232,13 +232,13 @@ class Treating:
 
     @property
     def fresh_shares(self) -> tuple[float, float, float]:
-        """At what share of its visits a sample was fresh: the least, the median and the most of all samples visited."""
+        """Share of its visits at which a sample was fresh: minimum, median and maximum over the samples visited."""
         seen = self._visits > 0
         shares = self._fresh[seen] / self._visits[seen] if seen.any() else np.ones(1)
         return float(shares.min()), float(np.median(shares)), float(shares.max())
 
     def event(self) -> dict[str, Any]:
-        """For the event log."""
+        """The fields of a `treat` event."""
         return {
             "treatment": self.kind, "views": self.views, "split": None if self.split is None else self.split.stages,
             "frozen": self.frozen, "fresh_shares": self.fresh_shares,
@@ -287,13 +287,13 @@ class Treating:
 KINDS = ("fresh", "reuse", "echo")
 COUNTS = ("visits", "fresh", "stored", "reused", "missed", "unfit")
 MIN_SLOT_SLACK_BYTES = 512
-"""Bytes of a slot beyond the largest intermediate that was seen, at least."""
+"""A slot has at least this many bytes more than the largest intermediate that was seen."""
 
 
 def allowed_splits(
     stages: Sequence[Stage], random: npt.NDArray[np.bool_], strength: bool
 ) -> tuple[npt.NDArray[np.bool_], str]:
-    """After how many stages an intermediate may be kept, bool [stages], and why not everywhere.
+    """The numbers of stages after which an intermediate may be kept, bool [stages], and why not after others.
 
     Every stage before it must be deterministic (declared so, and found so) or its draws may be frozen; and where draws are
     frozen, a stage that draws must come after, so that no two windows show the identical tensor.
@@ -322,7 +322,7 @@ def allowed_splits(
 
 
 def _copies_left_out(plan: Plan, copies: Copies | None) -> npt.NDArray[np.int64]:
-    """Of each planned sample, near-copies that this plan does not visit, int64 [visits]."""
+    """For each planned sample, the number of near-copies that this plan does not visit, int64 [visits]."""
     if copies is None:
         return np.zeros(len(plan), dtype=np.int64)
     groups = int(copies.group.max(initial=-1)) + 1

@@ -14,7 +14,7 @@ from typing import Any
 MAX_WAIT_WHEN_FINE, MIN_WAIT_WHEN_BOUND = 0.05, 0.20
 """Shares of a step spent waiting for input: below the first all is well, above the second the run is input-bound."""
 MAX_WORK_WHEN_AHEAD = 0.5
-"""Workers that need less than this share of the loop's time are ahead of it: what wait is left is for handing batches over."""
+"""Workers that need less than this share of the loop's time are ahead of it: the remaining wait is for handing batches over."""
 MIN_SPEEDUP_TO_TRY = 1.05
 """Levers that promise less are not worth trying."""
 MAX_STEEPNESS = 16.0
@@ -22,20 +22,20 @@ MAX_STEEPNESS = 16.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """Seconds a step, in steady state."""
+    """Seconds per step, in steady state."""
 
     step: float
-    """As the run is."""
+    """Seconds of a step of the run as it is."""
     wait: float
-    """Of it, in which the accelerator waits for input."""
+    """Seconds of a step in which the accelerator waits for input."""
     input: float
     """The loader alone: batches drained as fast as it makes them."""
     compute: float
     """The loop alone: batches that were ready."""
     work: Mapping[str, float]
-    """Seconds a batch costs the workers, by stage: "fetch", "decode", stages by name."""
+    """Seconds of the workers per batch, by stage: "fetch", "decode", stages by name."""
     copy: float = 0.0
-    """To the device, where the loop tells; else it is part of forward."""
+    """Seconds to copy a batch to the device, where the loop reports it; otherwise part of forward."""
     forward: float = 0.0
     backward: float = 0.0
     workers: int = 0
@@ -44,7 +44,7 @@ class Costs:
 
     @property
     def waiting(self) -> float:
-        """Share of a step."""
+        """Share of a step spent waiting for input."""
         return min(1.0, max(0.0, self.wait / self.step)) if self.step > 0 else 0.0
 
     @property
@@ -60,7 +60,7 @@ class Lever:
     name: str
     """As the user writes it."""
     exact: bool
-    """Whether the run stays exactly as it was."""
+    """True if the run stays exactly the same."""
     saves: Mapping[str, float]
     """Stage -> share of its cost that goes; "input" stands for everything the loader does."""
 
@@ -82,9 +82,9 @@ class Bottleneck:
     kind: str
     """"input", "compute" or "mixed"."""
     cause: str
-    """The stage behind most of it."""
+    """The stage that costs most."""
     share: float
-    """Its share in what the loader does, or in compute."""
+    """Share of that stage in the work of the loader, or in compute."""
     text: str
 
 
@@ -108,7 +108,7 @@ def fitted(step: float, d: float, c: float) -> float:
 
 
 def ceiling(costs: Costs, lever: Lever) -> Ceiling:
-    """Speed-up if everything the lever saves at most were saved."""
+    """Speed-up if the lever saved as much as it can."""
     d, c = without(costs, lever.saves)
     before = combined(costs.input, costs.compute, costs.overlap)
     after = combined(d, c, costs.overlap)
@@ -128,7 +128,7 @@ def without(costs: Costs, saves: Mapping[str, float]) -> tuple[float, float]:
 
 
 def levers(costs: Costs, *, cores: int, cached: bool = False) -> list[Lever]:
-    """What could be tried: levers that leave the run as it is first."""
+    """Levers that could be tried; those that leave the run as it is come first."""
     stages = [name for name in costs.work if name != "fetch"]
     found: list[Lever] = []
     if (lever := more_workers(costs, cores)) is not None:
@@ -145,7 +145,7 @@ def levers(costs: Costs, *, cores: int, cached: bool = False) -> list[Lever]:
 
 
 def more_workers(costs: Costs, cores: int) -> Lever | None:
-    """As many workers as keep pace with the loop, on no more than the cores there are; None where there are as many."""
+    """As many workers as keep pace with the loop, at most one per core; None if there are that many already."""
     pace = min(cores, math.ceil(sum(costs.work.values()) / costs.compute)) if costs.compute > 0 else cores
     if pace <= costs.workers:
         return None
@@ -154,7 +154,7 @@ def more_workers(costs: Costs, cores: int) -> Lever | None:
 
 
 def find_bottleneck(costs: Costs, ceilings: Sequence[Ceiling] = ()) -> Bottleneck:
-    """One sentence."""
+    """Name what holds the run back, in one sentence."""
     waiting = costs.waiting
     total = sum(costs.work.values())
     ahead = costs.workers > 0 and 0 < total / costs.workers < MAX_WORK_WHEN_AHEAD * costs.compute
@@ -183,7 +183,7 @@ def find_bottleneck(costs: Costs, ceilings: Sequence[Ceiling] = ()) -> Bottlenec
 
 
 def bottleneck_event(found: Bottleneck, costs: Costs | None, ceilings: Sequence[Ceiling] = ()) -> dict[str, Any]:
-    """For the event log."""
+    """The fields of a `verdict` event."""
     return {
         "bound": found.kind, "cause": found.cause, "share": found.share, "text": found.text,
         "costs": None if costs is None else asdict(costs),

@@ -26,20 +26,20 @@ class Enough(BaseException):
 
 @dataclass(slots=True)
 class Probe:
-    """When to hold back how many batches, and what came of it."""
+    """When to hold back how many batches, and what was measured."""
 
     depth: int = 4
-    """Batches that may be ready already, and whose time says nothing."""
+    """Batches that may be ready already, so that their time says nothing."""
     timed: int = 8
-    """Batches whose time is taken after those."""
+    """Batches after those that are timed."""
     every: int = 64
     """Steps between two probes."""
     first: int = 12
     """Steps before the first: whatever warms up has done so."""
     times: int = 4
-    """Probes in all."""
+    """Number of probes in all."""
     inputs: list[float] = field(default_factory=list[float])
-    """Seconds a batch, of each probe."""
+    """Seconds per batch, one entry for each probe."""
     done: int = 0
     stops: bool = False
     """Raise Enough when all probes are done and their batches are used."""
@@ -115,7 +115,7 @@ class Session:
     """The loaders that a profiled script makes, each with its probe."""
 
     stop: bool = True
-    """Whether the script is stopped when its first loader with losses has been measured."""
+    """True if the script is stopped once its first loader with losses has been measured."""
     times: int = 4
     found: list[tuple[Probe, Steps, int]] = field(default_factory=list[tuple[Probe, Steps, int]])
     """Probe, steps and number of workers of each."""
@@ -127,7 +127,7 @@ class Session:
         return probe
 
     def measured(self) -> tuple[Costs, Steps] | None:
-        """Of the loader that made most steps."""
+        """The result of the loader that made most steps."""
         for probe, steps, workers in sorted(self.found, key=lambda item: -item[1].count):
             costs = probe.costs(steps, workers)
             if costs is not None:
@@ -145,7 +145,7 @@ def current_session() -> Session | None:
 
 @contextmanager
 def profiling(session: Session) -> Generator[Session]:
-    """Loaders made inside are measured."""
+    """Measure the loaders that are made inside this block."""
     token = _SESSION.set(session)
     try:
         yield session

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 STEPS_KEPT = 4096
-"""Steps that are remembered."""
+"""Number of steps that are remembered."""
 
 
 class Stopwatch:
@@ -49,15 +49,15 @@ class Step:
     copy: float = 0.0
     """From having it to having it on the device, where the loop says so."""
     forward: float = 0.0
-    """From then to calling loss()."""
+    """From having the batch on the device to calling loss()."""
     backward: float = 0.0
-    """From loss() to asking for the next one: backward pass, optimizer, and whatever else the loop does."""
+    """From loss() to asking for the next batch: backward pass, optimizer, and whatever else the loop does."""
     work: dict[str, float] = field(default_factory=dict[str, float])
     """What the worker that made the batch spent: "fetch", "decode", and stages by name."""
     idle: float | None = None
-    """Of the GPU, before this batch: from having nothing left to do to getting it. None where there is none."""
+    """Time the GPU had nothing to do before it got this batch; None without a GPU."""
     held: bool = False
-    """Came out of a probe; its wait means nothing."""
+    """True if the batch came out of a probe, so that its wait means nothing."""
 
     @property
     def busy(self) -> float:
@@ -66,7 +66,7 @@ class Step:
 
 @dataclass(slots=True)
 class Spent:
-    """Seconds of many steps, those that a probe held back left out."""
+    """Seconds of many steps, without those that a probe held back."""
 
     steps: int = 0
     wait: float = 0.0
@@ -74,7 +74,7 @@ class Spent:
     forward: float = 0.0
     backward: float = 0.0
     work: dict[str, float] = field(default_factory=dict[str, float])
-    """Of the workers, by stage."""
+    """Seconds of the workers, by stage."""
 
     def add(self, step: Step) -> None:
         self.steps += 1
@@ -93,7 +93,7 @@ class Steps:
         self.steps: deque[Step] = deque(maxlen=STEPS_KEPT)
         self.count = 0
         self.losses = False
-        """Whether loss() was ever called."""
+        """True once loss() was called."""
         self._spent = Spent()
         self._asked = self._got = self._copied = self._lost = 0.0
         self._device: torch.device | None = None
@@ -145,12 +145,12 @@ class Steps:
         return spent
 
     def pause(self) -> None:
-        """The window is over: what comes until the next batch is asked for belongs to no step."""
+        """The window is over: time until the next batch is asked for belongs to no step."""
         self._got = self._lost = 0.0
         self._asked_event = None
 
     def _settle(self) -> None:
-        """Idle times of the device whose events have happened by now; nothing waits for it."""
+        """Fill in idle times whose events have happened by now; never waits for the device."""
         while self._events and self._events[0][2].query():
             step, asked, got = self._events.popleft()
             step.idle = asked.elapsed_time(got) / 1000

@@ -14,29 +14,29 @@ SECONDS_BETWEEN_SAMPLES = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UsageSample:
-    """One look."""
+    """How busy the machine was at one moment."""
 
     seconds: float
-    """Since the sampler was started."""
+    """Seconds since sampling started."""
     cpu: float
-    """Share of all cores."""
+    """Share of all cores that was busy."""
     memory: float
-    """Share in use."""
+    """Share of the memory in use."""
     disk: float
-    """Bytes a second read and written."""
+    """Bytes per second read and written."""
     network: float
-    """Bytes a second received and sent."""
+    """Bytes per second received and sent."""
     gpu: tuple[float, ...] = ()
     """Share of the time in which each GPU had work."""
 
 
 class Usage:
-    """Samples while a block runs: `with Usage() as usage: ...`; `usage.samples` is empty where psutil is missing."""
+    """Samples the machine while a block runs: `with Usage() as usage: ...`; `usage.samples` is empty without psutil."""
 
     def __init__(self, every: float = SECONDS_BETWEEN_SAMPLES) -> None:
         self.samples: list[UsageSample] = []
         self.missing = [name for name in ("psutil", "pynvml") if importlib.util.find_spec(name) is None]
-        """Packages that are not installed, and without which less is seen."""
+        """Packages that are not installed, without which less can be measured."""
         self._every = every
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="salience-usage", daemon=True)
