@@ -221,7 +221,7 @@ def spared_classes(label: Labels, guess: Labels, suspect: Bools) -> Bools:
 
 
 @card(needs=("margin",), exact=False)
-def noise(view: View, *, start: float = 0.3, over: float = 0.8, revisit: int = 3, weight: float = 0.0) -> Verdict:
+def noise(view: View, *, start: float = 0.3, over: float = 0.5, revisit: int = 3, weight: float = 0.0) -> Verdict:
     """Leaves out samples whose label the training history contradicts, and looks at them again every few windows.
 
     Where it cannot be told whether there are wrong labels, nothing is left out, and samplers draw at random. From `start` of
