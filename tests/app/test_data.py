@@ -54,9 +54,9 @@ def as_data(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     def made(root: Path) -> Path:
         if request.param == "shards":
             pytest.importorskip("xxhash")
-            from salience.feed.pack import Settings, pack
+            from salience.feed.pack import PackSettings, pack
 
-            pack(root, tmp_path / "shards", Settings())
+            pack(root, tmp_path / "shards", PackSettings())
             return tmp_path / "shards"
         return root if request.param == "folder" else packed(root, "w:gz" if request.param == "tar.gz" else "w")
 

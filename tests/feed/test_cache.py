@@ -424,19 +424,22 @@ def in_a_fork(work: Callable[[], Any], daemon: bool = False) -> Any:
 def test_where_no_process_may_be_made_a_thread_feeds():
     files = objects()
 
-    def work() -> tuple[bool, set[int], int]:
-        source, before = served(server), threading.active_count()
+    def feeds() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name == "salience-feeder"]
+
+    def work() -> tuple[bool, set[int], list[str], list[str]]:
+        source = served(server)
         loader = make(source, cache="20kB")
         seen = go(loader, 2)
         right(seen, source, files)
-        made = children()
+        made, feeding = children(), feeds()
         del loader
         gc.collect()
-        wait_until(lambda: threading.active_count() <= before)
-        return len(seen) == 30, made, threading.active_count() - before
+        wait_until(lambda: not feeds())
+        return len(seen) == 30, made, feeding, feeds()
 
     with Server(files) as server:
-        assert in_a_fork(work, daemon=True) == (True, set(), 0)
+        assert in_a_fork(work, daemon=True) == (True, set(), ["salience-feeder"], [])
 
 
 def test_a_fork_of_the_training_process_is_refused_the_cache(tmp_path):
