@@ -141,6 +141,7 @@ class Loader(Door):
             parts.copying.know(feeding.source.index.check.view(np.int64))
         staging = None
         if stages is not None:
+            feeding.stages = True
             optional = None
             if treat is None and chooser is not None and chooser.lossy:
                 optional = Treat("reuse", memory=min(Treat().bytes, (memory_bytes() or 0) // 4))

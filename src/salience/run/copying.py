@@ -43,6 +43,10 @@ class Copying(Part):
         options = {name: uses[0].options[name] for name in SEARCH_OPTIONS if uses and name in uses[0].options}
         return CopySearch(self._setup.n, given=embeddings, **options)
 
+    @property
+    def in_use(self) -> bool:
+        return self.search is not None
+
     def offer(self, pipeline: Pipeline) -> None:
         """A selection may be switched on that wants copies."""
         self.search = self.search or self._make(pipeline, None)

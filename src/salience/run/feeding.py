@@ -37,6 +37,8 @@ class Feeding(Part):
         """The cache; None = every batch is read by its worker."""
         self.unread: Any = None
         """Visits of the next window that do not need the cache, bool [visits]; None = there are none."""
+        self.stages = False
+        """True if the data set has stages, in which samples may turn out to be broken."""
         self.workers = 0
         """Worker processes of the DataLoader inside."""
         self._rivals: Mapping[str, int] = {}
@@ -46,6 +48,10 @@ class Feeding(Part):
         self._window = 0
         self.first_ticket: int | None = None
         """The ticket of the first batch still wanted in this window; None without a cache."""
+
+    @property
+    def in_use(self) -> bool:
+        return self.source is not None or self.stages
 
     def set_cache(self, cache: int | str | None, workers: int) -> None:
         """Make a cache that serves up to `workers` workers, or with None drop it; only between two windows."""

@@ -35,6 +35,16 @@ class Setup:
     """The ranks of a distributed run; None in a single process."""
     window: int | None = None
     """Samples that are planned at once; None = a whole epoch."""
+    rank: int = field(init=False)
+    world: int = field(init=False)
+    global_batch: int = field(init=False)
+    """Samples per optimizer step, over all ranks."""
+    piece_size: int = field(init=False)
+    """Samples of a window: a whole number of batches, so that batches are those of an epoch that is planned at once."""
+    pieces: int = field(init=False)
+    """Windows per epoch."""
+    windows: int | None = field(init=False)
+    """Windows of the whole run; None where the number of epochs is not known."""
 
     def __post_init__(self) -> None:
         if self.n < 1:
@@ -45,40 +55,18 @@ class Setup:
             raise ConfigError(f"epochs is {self.epochs}; it must be at least 1.")
         if self.seed < 0:
             raise ConfigError(f"seed is {self.seed}; it must be at least 0.")
-        if self.window is not None and self.window < self.global_batch:
+        rank, world = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.world)
+        batch, size = self.batch_size * world, self.n
+        if self.window is not None and self.window < batch:
             raise ConfigError(
-                f"window is {self.window} samples; it must be at least one batch over all ranks, {self.global_batch}."
+                f"window is {self.window} samples; it must be at least one batch over all ranks, {batch}."
             )
-
-    @property
-    def rank(self) -> int:
-        return 0 if self.ranks is None else self.ranks.rank
-
-    @property
-    def world(self) -> int:
-        return 1 if self.ranks is None else self.ranks.world
-
-    @property
-    def pieces(self) -> int:
-        """Windows per epoch."""
-        return -(-self.n // self.piece_size)
-
-    @property
-    def piece_size(self) -> int:
-        """Samples of a window: a whole number of batches, so that batches are the same as in an epoch planned at once."""
-        if self.window is None or self.window >= self.n:
-            return self.n
-        return self.window // self.global_batch * self.global_batch
-
-    @property
-    def windows(self) -> int | None:
-        """Windows of the whole run; None where the number of epochs is not known."""
-        return None if self.epochs is None else self.epochs * self.pieces
-
-    @property
-    def global_batch(self) -> int:
-        """Samples per optimizer step, over all ranks."""
-        return self.batch_size * self.world
+        if self.window is not None and self.window < self.n:
+            size = self.window // batch * batch
+        pieces = -(-self.n // size)
+        derived = {"rank": rank, "world": world, "global_batch": batch, "piece_size": size, "pieces": pieces}
+        for name, value in (*derived.items(), ("windows", None if self.epochs is None else self.epochs * pieces)):
+            object.__setattr__(self, name, value)
 
 
 @dataclass(slots=True)
@@ -119,6 +107,11 @@ class Part(Protocol):
     """One concern of a run. A part knows no other part: what it needs is in the Shard or the Batch."""
 
     name: str
+
+    @property
+    def in_use(self) -> bool:
+        """False while it has nothing to do; then it is asked for its state alone."""
+        return True
 
     def prepare(self, window: int) -> None:
         """Before `window` is planned: bring in what the last one taught. Every rank is here at the same time."""

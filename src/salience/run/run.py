@@ -62,7 +62,7 @@ class Run:
         self.recording, self.planning, self.copying, self.sensing = recording, planning, copying, sensing
         self.watching, self.feeding, self.staging, self.deciding = watching, feeding, staging, deciding
         named = deciding, feeding, staging, copying, recording, sensing, planning, watching
-        self.parts: tuple[Part, ...] = tuple(part for part in named if part is not None)
+        self._all: tuple[Part, ...] = tuple(part for part in named if part is not None)
         self.course = Course()
         self.course.visits_expected = planning.total_visits
         self.evaluations: list[tuple[float, float]] = []
@@ -77,6 +77,11 @@ class Run:
             epochs=setup.epochs, seed=setup.seed, world=setup.world, drop_last=setup.drop_last,
             select=config.to_dict() if isinstance(config, SelectConfig) else planning.described,
         )  # fmt: skip
+
+    @property
+    def parts(self) -> list[Part]:
+        """The parts that have something to do, in the order in which they are asked."""
+        return [part for part in self._all if part.in_use]
 
     # --- the story of a window ---
 
@@ -340,7 +345,7 @@ class Run:
             "evaluations": [list(result) for result in self.evaluations],
             "course": course.state_dict(),
             "plan": None if not course.open or course.shard is None else tensors(course.shard.plan.arrays()),
-            "parts": {part.name: part.state_dict() for part in self.parts},
+            "parts": {part.name: part.state_dict() for part in self._all},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -363,7 +368,7 @@ class Run:
                 raise StateError(f"The state was saved with {key} {state.get(key)!r}, this run has {mine!r}; {said}.")
         check_stages(state["parts"], self.staging)
         check_auto(state["parts"], self.deciding)
-        for part in self.parts:
+        for part in self._all:
             if part.name in state["parts"]:
                 part.load_state_dict(state["parts"][part.name])
         self.sensing.go_on(self.copying.embeddings)

@@ -82,6 +82,10 @@ class Sensing(Part):
             except Exception as cause:
                 self._drop_scorer(f"could not be started: {type(cause).__name__}: {cause}", cause)
 
+    @property
+    def in_use(self) -> bool:
+        return any(part is not None for part in (self.attached, self.proxy, self.scorer, self._waiting))
+
     def go_on(self, features: Embeddings | None) -> None:
         """After a resume, features go on where they were."""
         if self._recorder.embeddings is not None:

@@ -21,8 +21,6 @@ from salience.run.planning import Planning
 from salience.run.staging import Staging
 from salience.run.watching import Watching
 from salience.treat.dataset import StagedBatch, TreatCollate
-from salience.watch import Steps
-from salience.watch.probe import Probe
 
 
 class WorkerSource:
@@ -111,7 +109,7 @@ class WorkerSource:
 
         self._orders.set(order, len(wanted))
         self._planning.seed_workers(self._generator, shard.plan.window)
-        return Arrivals(self, iter(self.inner), shard.plan.window)
+        return Arrivals(self, iter(self.inner), shard.plan.window, self._feeding, self._watching)
 
     def peek(self, order: npt.NDArray[np.int64], size: int) -> Iterator[Any]:
         """Batches of `size` of these ids, apart from the run: by workers of their own, past the cache, recorded nowhere."""
@@ -146,38 +144,28 @@ class WorkerSource:
         names = self._staging.stage_names("load" if self._feeding.source is None else "fetch")
         return {**dict(zip(names, seconds, strict=False)), "collate": collating}
 
-    def arrived(self, batch: Batch) -> None:
-        """A batch is in this process, whether or not a probe holds it back."""
-        self._feeding.arrived(batch)
-
-    @property
-    def feed_window(self) -> Callable[[], None] | None:
-        """Tells the cache that the rest of the window in progress is not wanted; None without a cache."""
-        feed = self._feeding.feed
-        return None if feed is None else functools.partial(feed.break_off, feed.serial)
-
-    @property
-    def steps(self) -> Steps:
-        return self._watching.steps
-
-    @property
-    def probe(self) -> Probe | None:
-        return self._watching.probe
-
 
 class Arrivals(Iterator[Batch]):
     """The batches of one window as they come, timed. A probe holds the next ones back and then releases them all."""
 
-    def __init__(self, source: WorkerSource, batches: Iterator[BatchEnvelope], window: int) -> None:
-        self._source, self._window = source, window
+    def __init__(
+        self,
+        source: WorkerSource,
+        batches: Iterator[BatchEnvelope],
+        window: int,
+        feeding: Feeding,
+        watching: Watching,
+    ) -> None:
+        self._source, self._window, self._feeding, self._watching = source, window, feeding, watching
         self._batches: Iterator[BatchEnvelope] | None = batches
-        self._break_off = source.feed_window
+        feed = feeding.feed
+        self._break_off = None if feed is None else functools.partial(feed.break_off, feed.serial)
         self._held: deque[Batch] = deque()
         self._trouble: Exception | None = None
         """What went wrong while a probe held batches back; raised after those."""
 
     def __next__(self) -> Batch:
-        steps, probe = self._source.steps, self._source.probe
+        steps, probe = self._watching.steps, self._watching.probe
         if probe is not None and not self._held:
             probe.check(steps)
             if probe.due(steps.count):
@@ -207,7 +195,7 @@ class Arrivals(Iterator[Batch]):
         if envelope is None:
             return None
         batch = self._source.batch(envelope, self._window)
-        self._source.arrived(batch)
+        self._feeding.arrived(batch)
         return batch
 
     def close(self) -> None:
