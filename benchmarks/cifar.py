@@ -138,23 +138,31 @@ class Spec:
     """A cache of this share of the bytes stands between a store and the run (simulated; every sample the same size)."""
 
 
+class SimulatedCache:
+    """Where the bytes would be, as a Loader's feeding tells its run; no bytes move."""
+
+    def __init__(self, policy: Any, n: int) -> None:
+        self._policy, self._n = policy, n
+
+    def stock(self) -> Stock:
+        place = np.arange(self._n)
+        return Stock(
+            resident=self._policy.resident.copy(), shard=(place // 500).astype(np.int32), offset=place % 500 * 3000
+        )
+
+
 class Cached(salience.Selector):
     """A Selector whose plans know what a cache of `share` holds, as those of a Loader with a cache do; no bytes move."""
 
     def __init__(self, n: int, *, share: float, **options: Any) -> None:
         super().__init__(n, **options)
         self._policy = policy("planned", round(share * n), np.ones(n, dtype=np.int64))
+        self._run.feeding = SimulatedCache(self._policy, n)
         self._rivals = {
             name: policy(name, round(share * n), np.ones(n, dtype=np.int64)) for name in ("lru", "never_evict")
         }
         self.fetched: dict[str, list[float]] = {name: [] for name in ("planned", *self._rivals)}
         """Of each window and cache, samples the store would have sent, over all samples."""
-
-    def _stock(self) -> Stock:
-        place = np.arange(self.n)
-        return Stock(
-            resident=self._policy.resident.copy(), shard=(place // 500).astype(np.int32), offset=place % 500 * 3000
-        )
 
     def __iter__(self) -> Any:
         yield from super().__iter__()

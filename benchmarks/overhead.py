@@ -115,7 +115,7 @@ class Untimed(Steps):
 def watch_overhead(pairs: int, items: int) -> dict[str, Any]:
     """A pass with the step timers over one without them, in turns."""
     timed, untimed = (salience.Loader(Work(items), BATCH, seed=0) for _ in range(2))
-    untimed.steps = Untimed()
+    untimed._run.watching.steps = Untimed()
     epoch(timed, timed.loss), epoch(untimed, untimed.loss)
     ratios = []
     for k in range(pairs):

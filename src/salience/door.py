@@ -97,7 +97,7 @@ class Door:
     # --- iterating ---
 
     def __iter__(self) -> BatchIterator:
-        """The batches of the next window. It is used up once a batch is taken from it."""
+        """The batches of the next epoch. It is used up once a batch is taken from it."""
         return self._iterators.iterate()
 
     def __len__(self) -> int:

@@ -171,7 +171,7 @@ class Loader(Door):
         )
 
     def __iter__(self) -> BatchIterator:
-        """One window: batches as the user's collate made them, or `(ids, batch)` with `with_ids`."""
+        """One epoch: batches as the user's collate made them, or `(ids, batch)` with `with_ids`."""
         now = _length(self.dataset)
         if now != self.n:
             raise DataError(

@@ -104,7 +104,8 @@ class Batch:
 
 
 class Part(Protocol):
-    """One concern of a run. A part knows no other part: what it needs is in the Shard or the Batch."""
+    """One concern of a run. What it needs of others is in the Shard or the Batch, or is passed to it; Deciding alone turns
+    other parts' levers."""
 
     name: str
 
