@@ -13,7 +13,7 @@ FILES = {path: ast.parse(path.read_text()) for path in Path(salience.__file__).p
 
 
 def names() -> set[str]:
-    """Every class, function and method of the package: `Ledger`, `finish`, `Ledger.record`."""
+    """Every class, function, method and field of the package: `Ledger`, `finish`, `Ledger.record`."""
     found = set()
     for tree in FILES.values():
         for node in tree.body:
@@ -21,6 +21,8 @@ def names() -> set[str]:
                 found.add(node.name)
             if isinstance(node, ast.ClassDef):
                 found |= {f"{node.name}.{item.name}" for item in node.body if isinstance(item, ast.FunctionDef)}
+                fields = (item.target for item in node.body if isinstance(item, ast.AnnAssign))
+                found |= {f"{node.name}.{field.id}" for field in fields if isinstance(field, ast.Name)}
     return found
 
 
