@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from salience.errors import ConfigError, DataError
-from salience.ledger import Ledger
+from salience.ledger import Ledger, load
 from salience.ledger.keys import Keys
 
 
@@ -42,3 +44,10 @@ def test_a_ledger_grows_and_knows_what_it_knew():
     np.testing.assert_array_equal(larger.last_seen[3:], Ledger(1).last_seen[0])
     with pytest.raises(ConfigError, match="cannot shrink"):
         larger.grown(2)
+
+
+def test_a_ledger_saved_before_the_run_was_made_of_parts_still_loads():
+    ledger = load(Path(__file__).parent / "version-1.npz")
+    assert ledger.seen.tolist() == [1, 1, 1, 1, 0, 0]
+    assert ledger.last_loss[:4].tolist() == [1, 2, 3, 4]
+    assert ledger.label.tolist() == [0, 1, 0, 1, 0, 1]
