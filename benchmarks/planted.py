@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from salience.images.glyphs import render
 from torch import Tensor, nn
 
 import salience
 from cifar import corrupt, load
+from salience.app.glyphs import render
 from salience.ledger import Ledger
 from salience.ledger.columns import VOTE_DECAY
 
