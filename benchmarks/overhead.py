@@ -9,7 +9,9 @@ one, in turns, for "auto" and "all" layers.
 What observing costs: `record_host_us` is what one call of `selector.loss(losses, logits, targets)` adds to `losses.mean()`
 for 128 samples of 10 classes, in host time, on the CPU and (nothing waits for it) on a GPU. `observe_ratio` is a training
 step of about 5 ms on one core, observed, over the same step without salience, through Selector, Loader (without and with
-two workers) and the loop of `salience train`, in windows of 64 steps (with --quick 32). And under torch.compile,
+two workers) and the loop of `salience train`, in windows of 64 steps (with --quick 32); on a GPU the same for ResNet-9,
+bf16, in whole windows that wait for the device at their end (`--gpu` measures that and `record_host_us_cuda` alone). And
+under torch.compile,
 `loader.loss` outside and inside the compiled function, and the operator it is made of: graph breaks, and graphs made after
 the first step of three windows (`compiled_recompiles`: with `loader.loss` inside).
 
@@ -423,14 +425,18 @@ def train_arm(run: Training) -> tuple[Callable[[], Iterable[Any]], Step]:
     return lambda: run.loader, step
 
 
-def observe_train(windows: int, steps: int) -> dict[str, Any]:
-    """The loop of `salience train` as it is over the same with its loader's own work taken out. Looking for near-copies
-    falls into few windows and is told apart: `copies_share`, by its own clock, of all the seconds of these windows."""
-    x, y = images(OBSERVED * steps)
-    split = Split(
+def train_split(x: Tensor, y: Tensor) -> Split:
+    """Images in memory, as `salience train` takes them."""
+    return Split(
         train=TensorDataset(x, y), test=TensorDataset(x[:CLASSES], y[:CLASSES]), labels=y.numpy(), tested=CLASSES,
         classes=tuple(map(str, range(CLASSES))), size=32, names=Names.of(map(str, range(len(x)))),
     )  # fmt: skip
+
+
+def observe_train(windows: int, steps: int) -> dict[str, Any]:
+    """The loop of `salience train` as it is over the same with its loader's own work taken out. Looking for near-copies
+    falls into few windows and is told apart: `copies_share`, by its own clock, of all the seconds of these windows."""
+    split = train_split(*images(OBSERVED * steps))
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         runs = []
         for name in ("plain", "again", "ours"):
@@ -446,6 +452,85 @@ def observe_train(windows: int, steps: int) -> dict[str, Any]:
     return figures | {
         "train_overhead_stated": round(sum(stated.values()) / seconds, 4),
         "copies_share": round(stated.get("copies", 0.0) / seconds, 4),
+    }
+
+
+def gpu_window(batches: Callable[[], Iterable[tuple[Tensor, Tensor]]], step: Step) -> float:
+    """Seconds of one window, until the device is done with it."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for x, y in batches():
+        step(x, y)
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def resnet_step(reduce: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Step:
+    """A training step of ResNet-9 in bf16 on the GPU, with `reduce` in the place of the mean."""
+    torch.manual_seed(0)
+    net = build("resnet9", CLASSES).cuda().to(memory_format=torch.channels_last)  # pyright: ignore
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        x = x.cuda(non_blocking=True).float().div(255).contiguous(memory_format=torch.channels_last)
+        y = y.cuda(non_blocking=True)
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = net(x)
+        loss = reduce(F.cross_entropy(logits.float(), y, reduction="none"), logits, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def observe_gpu(name: str, windows: int, steps: int, batch: int = 512) -> dict[str, Any]:
+    """Whole windows in turns: plain, plain again, observed; through Selector (data on the GPU), Loader (two workers) or
+    the loop of `salience train`. Near-copies are looked for beside some of the windows, as in any run."""
+    x, y = images(batch * steps)
+    with contextlib.ExitStack() as held:
+        if name == "selector":
+            here, labels = x.cuda(), y.cuda()
+            selector = salience.Selector(len(x), batch_size=batch, labels=y.numpy(), device="cuda")
+            plain = lambda: ((here[i], labels[i]) for i in torch.randperm(len(x), device="cuda").split(batch))  # noqa: E731
+            ours = lambda: ((here[ids], labels[ids]) for ids, _ in selector)  # noqa: E731
+            arms = (plain, resnet_step(mean)), (plain, resnet_step(mean)), (ours, resnet_step(selector.loss))
+        elif name == "loader":
+            options: dict[str, Any] = {"num_workers": 4, "persistent_workers": True, "pin_memory": True}
+            loader = salience.Loader(TensorDataset(x, y), batch, **options)
+            one, two = (DataLoader(TensorDataset(x, y), batch, shuffle=True, **options) for _ in range(2))
+            arms = (
+                (lambda: one, resnet_step(mean)),
+                (lambda: two, resnet_step(mean)),
+                (lambda: loader, resnet_step(loader.loss)),
+            )
+        else:
+            folder = held.enter_context(tempfile.TemporaryDirectory())
+            held.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            split = train_split(x, y)
+            runs = [
+                Training(
+                    TrainConfig(
+                        model="resnet9", epochs=windows + 4, batch_size=batch, workers=0, device="cuda",
+                        out=f"{folder}/{arm}",
+                    ),
+                    split, torch.device("cuda"), None,
+                )
+                for arm in ("plain", "again", "ours")
+            ]  # fmt: skip
+            for run in runs[:2]:
+                run.loader = Unobserved(run.loader)  # pyright: ignore
+            arms = tuple(map(train_arm, runs))
+        seconds = np.zeros((windows + 2, 3))
+        for window in range(windows + 2):
+            for arm in np.roll(range(3), window):
+                seconds[window, arm] = gpu_window(*arms[arm])
+    ratios = seconds[2:] / seconds[2:, :1]
+    return {
+        f"observe_ratio_gpu_{name}": round(float(np.median(ratios[:, 2])), 4),
+        f"observe_ratio_gpu_{name}_interval": interval(list(ratios[:, 2])),
+        f"observe_plain_vs_plain_gpu_{name}": round(float(np.median(ratios[:, 1])), 4),
+        f"observe_step_ms_gpu_{name}": round(1e3 * float(np.median(seconds[2:, 0])) / steps, 2),
     }
 
 
@@ -502,9 +587,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller and within a minute")
     parser.add_argument("--full", action="store_true", help="also plan 100 M samples (needs about 12 GiB)")
+    parser.add_argument("--gpu", action="store_true", help="only what observing costs on a GPU")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    figures: dict[str, Any] = {"record_host_us": 0.0, "observe_ratio": 0.0, "compiled_recompiles": None}
+    if args.gpu:
+        figures: dict[str, Any] = record_host("cuda", windows=21 if args.quick else 61)
+        for name in ("selector", "loader", "train"):
+            print(f"observed windows on the GPU against plain ones, {name} ...", flush=True)
+            figures |= observe_gpu(name, windows=7 if args.quick else 25, steps=64)
+        print(json.dumps(figures))
+        return
+    figures = {"record_host_us": 0.0, "observe_ratio": 0.0, "compiled_recompiles": None}
     print("host time of loss() ...", flush=True)
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     for device in devices:
