@@ -46,7 +46,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import salience
 from salience.app.data import Split
 from salience.app.models import build
-from salience.app.train import Training
+from salience.app.train import Training, find_device
 from salience.config import SelectConfig, TrainConfig, Use
 from salience.feed.index import Names
 from salience.ledger import Ledger, Recorder, bytes_per_sample
@@ -514,7 +514,7 @@ def observe_gpu(name: str, windows: int, steps: int, batch: int = 512) -> dict[s
                         model="resnet9", epochs=windows + 4, batch_size=batch, workers=0, device="cuda",
                         out=f"{folder}/{arm}",
                     ),
-                    split, torch.device("cuda"), None,
+                    split, find_device("cuda"), None,
                 )
                 for arm in ("plain", "again", "ours")
             ]  # fmt: skip

@@ -199,10 +199,12 @@ class Door:
             takes_features=features or searching, features=kept, proxy=proxy,
             proxy_optimizer=proxy_optimizer, background=background, make_scorer=self._make_scorer,
         )  # fmt: skip
+        run.choose_parts()
 
     def detach(self) -> None:
         """Take the hooks of `attach` off the model again, and let go of the proxy and the background scorer."""
         self._run.sensing.detach()
+        self._run.choose_parts()
 
     def evaluated(self, metric: float, **more: float) -> None:
         """Report a validation result, higher is better; it goes into the event log and steers keep = "auto"."""

@@ -107,6 +107,7 @@ def test_batches_reduced_together_are_recorded_as_if_each_were_reduced_alone():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_recording_from_a_gpu_waits_for_nothing_until_the_flush():
     device = torch.device("cuda")
     g = torch.Generator().manual_seed(0)

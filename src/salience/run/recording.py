@@ -112,9 +112,10 @@ class Recording(Part):
 
     def _visits(self, batch: Batch) -> _Visits | None:
         """What the window of a batch says; None of one that is long over."""
-        return next(
-            (w for w in (self._now, self._before) if w is not None and w.shard.plan.window == batch.window), None
-        )
+        for visits in (self._now, self._before):
+            if visits is not None and visits.shard.plan.window == batch.window:
+                return visits
+        return None
 
     def flush(self, window: int) -> None:
         """Enter what was recorded into the ledger; collective where there are several ranks."""

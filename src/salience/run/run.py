@@ -71,6 +71,7 @@ class Run:
         """What was found in the ledger when it was last looked at."""
         self._options = options or {}
         """Options of the DataLoader inside, for the rehearsal of stages."""
+        self.choose_parts()
         config = planning.config
         self.events.emit(
             "run", salience=__version__, torch=torch.__version__, population=setup.n, batch_size=setup.batch_size,
@@ -78,10 +79,10 @@ class Run:
             select=config.to_dict() if isinstance(config, SelectConfig) else planning.described,
         )  # fmt: skip
 
-    @property
-    def parts(self) -> list[Part]:
-        """The parts that have something to do, in the order in which they are asked."""
-        return [part for part in self._all if part.in_use]
+    def choose_parts(self) -> None:
+        """Leave parts that have nothing to do out, until this is called again."""
+        self.parts = [part for part in self._all if part.in_use]
+        """In the order in which they are asked."""
 
     # --- the story of a window ---
 
@@ -107,6 +108,7 @@ class Run:
         elif self.planning.redraws and self.staging is None and not course.resumed:
             self.planning.order.unused(workers=workers)  # as a DataLoader, whose every iter() draws
             course.replace(self._plan(worker_seed).shard(self.setup.rank, self.setup.world))
+        self.choose_parts()
         shard = course.shard
         assert shard is not None
         if self.feeding is not None and self.staging is not None:
@@ -149,6 +151,7 @@ class Run:
 
     def _prepare(self) -> None:
         """What the last window taught goes into the ledger, and every part gets ready."""
+        self.choose_parts()
         self.flush()
         for part in self.parts:
             part.prepare(self.course.window)

@@ -84,7 +84,8 @@ class Sensing(Part):
 
     @property
     def in_use(self) -> bool:
-        return any(part is not None for part in (self.attached, self.proxy, self.scorer, self._waiting))
+        parts = self.attached, self.proxy, self.scorer, self._waiting
+        return parts.count(None) < len(parts)
 
     def go_on(self, features: Embeddings | None) -> None:
         """After a resume, features go on where they were."""
