@@ -285,7 +285,10 @@ class Recording(Part):
         if visits is None or (visits.all_ones and not stand_ins):
             return None
         if device not in visits.weights:
-            visits.weights[device] = torch.from_numpy(visits.shard.plan.weights.copy()).to(device)
+            weights = torch.from_numpy(visits.shard.plan.weights.copy())
+            if device.type == "cuda":  # from memory that is not pinned, the copy would wait for the device
+                weights = weights.pin_memory()
+            visits.weights[device] = weights.to(device, non_blocking=True)
         weights = visits.weights[device][visits.shard.span(batch.number)]
         if stand_ins:
             weights = weights.clone()
