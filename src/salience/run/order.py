@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils.data import RandomSampler
 
 
 class PlainOrder:
@@ -19,13 +21,15 @@ class PlainOrder:
         self.state: Tensor = generator.get_state()
         """The generator before the window in progress drew from it; workers are seeded from here."""
         self._drew_worker_seed, self._finished = True, True
+        self._rest: Iterator[int] = iter(())
 
     def draw(self, *, worker_seed: bool) -> npt.NDArray[np.int64]:
         """The next window's order, int64 [n]; `worker_seed` = DataLoader would first draw a seed for its workers."""
         self.state, self._drew_worker_seed, self._finished = self.generator.get_state(), worker_seed, False
         if worker_seed:
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-        return torch.randperm(self.n, generator=self.generator).numpy()  # what RandomSampler draws, without its loop
+        self._rest = iter(RandomSampler(range(self.n), generator=self.generator))
+        return np.fromiter(itertools.islice(self._rest, self.n), dtype=np.int64, count=self.n)
 
     def peek(self) -> npt.NDArray[np.int64]:
         """An order beside the window in progress, drawn as a second iter() of a DataLoader would."""
@@ -40,9 +44,8 @@ class PlainOrder:
                 torch.empty((), dtype=torch.int64).random_(generator=self.generator)
 
     def finish(self) -> None:
-        """RandomSampler draws once more at its end, where a loop runs into it."""
-        if not self._finished:
-            torch.randperm(self.n, generator=self.generator)
+        """A plain shuffle draws once more at its end, where a loop runs into it."""
+        next(self._rest, None)
         self._finished = True
 
     def mark(self) -> None:
