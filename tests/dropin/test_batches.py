@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate, random_split
-
 from both import Case, check
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate, random_split
 
 
 class Point(NamedTuple):

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, get_worker_info
-
 from both import Case, check
+from torch.utils.data import Dataset, get_worker_info
 
 
 class Numbers(Dataset):
@@ -70,6 +69,12 @@ def past_errors(loader: Any) -> Any:
             seen.append("error")
 
 
+def more_workers(loader: Any) -> Any:
+    before = list(loader)
+    loader.num_workers = 3
+    return before, loader.num_workers, list(loader)
+
+
 TWO = {"batch_size": 3, "num_workers": 2}
 CASES = [
     Case("two epochs", Numbers, twice, TWO),
@@ -80,6 +85,7 @@ CASES = [
     Case("random numbers of samples", Drawn, twice, TWO),
     Case("random numbers, persistent", Drawn, twice, {**TWO, "persistent_workers": True}),
     Case("random numbers, persistent, in order", Drawn, twice, {**TWO, "persistent_workers": True}, ordered=True),
+    Case("num_workers can be set", Worker, more_workers, TWO),
     Case("broken off", Numbers, broken_off, TWO),
     Case("broken off, persistent", Numbers, broken_off, {**TWO, "persistent_workers": True}),
     Case("goes on after an error", Fragile, past_errors, TWO),
