@@ -13,17 +13,32 @@
     └── MissingExtra      (ImportError)   an optional dependency is needed and not installed
 
 Each subclasses the built-in a caller would catch anyway. A message says what happened, the value, what is allowed,
-and what to do.
+and what to do. No message holds the password of a URL: `without_secrets` takes it out of every error.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+
+MASK = "***"
+"""Stands where the user, password or query of a URL was."""
+# With a colon before it, any @ may end a password, which people forget to quote; without one, only an @ of the host does.
+_USER = re.compile(r"://(?:[^\s'\"<>]*:[^\s'\"<>]*|[^\s'\"<>/?#]*)@")
+_QUERY = re.compile(r"(://[^\s'\"<>?]*\?)[^\s'\"<>]+")
+
+
+def without_secrets(text: str) -> str:
+    """The text with the user, password and query of every URL masked; what has no URL in it stays as it is."""
+    return _QUERY.sub(rf"\1{MASK}", _USER.sub(f"://{MASK}@", text)) if "://" in text else text
 
 
 class SalienceError(Exception):
     """Base of all errors raised by salience."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(without_secrets(one) if isinstance(one, str) else one for one in args))
 
 
 class ConfigError(SalienceError, ValueError):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from salience.errors import StateError
+from salience.errors import StateError, without_secrets
 from salience.events.coding import Malformed, decode, encode, plain
 from salience.events.kinds import KINDS, EventData
 
@@ -120,10 +120,15 @@ class EventLog:
                 file.write("".join(json.dumps(line) + "\n" for line in lines))
         except OSError as cause:
             self._lost = True
-            logging.getLogger("salience").warning(
+            log_warning(
                 f"The event log {str(path)!r} can no longer be written ({cause.strerror}); training continues without it."
             )
         self._begun = True
+
+
+def log_warning(text: str) -> None:
+    """Say it through Python's logging, which prints it to stderr unless the program has set up logging itself."""
+    logging.getLogger("salience").warning("salience: %s", without_secrets(text))
 
 
 def read(path: str | Path) -> Iterator[Event]:

@@ -10,6 +10,8 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from salience.errors import without_secrets
+
 SECONDS_BETWEEN_UPDATES = 0.5
 """Fewest seconds between two updates."""
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -97,6 +99,6 @@ def say(text: str = "") -> None:
 
 
 def printable(text: str) -> str:
-    """Control characters and bytes that are not UTF-8 as escapes: what data are called never steers a terminal."""
-    shown = CONTROL_CHARACTERS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    """Control characters and bytes that are not UTF-8 as escapes, passwords of URLs masked: text that is safe to show."""
+    shown = CONTROL_CHARACTERS.sub(lambda found: f"\\x{ord(found[0]):02x}", without_secrets(text))
     return shown.encode("utf-8", "backslashreplace").decode("utf-8")
