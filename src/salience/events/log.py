@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from salience.errors import StateError, without_secrets
+from salience.errors import StateError, printable
 from salience.events.coding import Malformed, decode, encode, plain
 from salience.events.kinds import KINDS, EventData
 
@@ -128,7 +128,7 @@ class EventLog:
 
 def log_warning(text: str) -> None:
     """Say it through Python's logging, which prints it to stderr unless the program has set up logging itself."""
-    logging.getLogger("salience").warning("salience: %s", without_secrets(text))
+    logging.getLogger("salience").warning("salience: %s", printable(text))
 
 
 def read(path: str | Path) -> Iterator[Event]:
