@@ -85,11 +85,21 @@ class EventLog:
         self._begun = False
         self._lost = False
         if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.path.exists():  # a resumed run continues in the same file
-                self._begun = _begins_with_version(self.path)
-                self._seq = 1 + max((event.seq for event in read(self.path)), default=-1)
-                _end_torn_line(self.path)
+            try:
+                self._open(self.path)
+            except OSError as cause:
+                raise StateError(
+                    f"log={str(path)!r} cannot be written: {cause.strerror or cause}; choose another file."
+                ) from cause
+
+    def _open(self, path: Path) -> None:
+        """Make sure that the file can be written; a resumed run continues in the same one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            self._begun = _begins_with_version(path)
+            self._seq = 1 + max((event.seq for event in read(path)), default=-1)
+            _end_torn_line(path)
+        path.open("ab").close()
 
     def listen(self, listener: Callable[[Event], None]) -> None:
         """Call `listener(event)` for every event from now on."""
