@@ -13,17 +13,40 @@
     └── MissingExtra      (ImportError)   an optional dependency is needed and not installed
 
 Each subclasses the built-in a caller would catch anyway. A message says what happened, the value, what is allowed,
-and what to do.
+and what to do. No message holds the password of a URL: `without_secrets` takes it out of every error.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+
+MASK = "***"
+"""Stands where the user, password or query of a URL was."""
+# With a colon before it, any @ may end a password, which people forget to quote; without one, only an @ of the host does.
+_USER = re.compile(r"://(?:[^\s'\"<>]*:[^\s'\"<>]*|[^\s'\"<>/?#]*)@")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Control characters but the tab and the end of a line, and those that change the direction of text."""
+_QUERY = re.compile(r"(://[^\s'\"<>?]*\?)[^\s'\"<>]+")
+
+
+def without_secrets(text: str) -> str:
+    """The text with the user, password and query of every URL masked; what has no URL in it stays as it is."""
+    return _QUERY.sub(rf"\1{MASK}", _USER.sub(f"://{MASK}@", text)) if "://" in text else text
+
+
+def printable(text: str) -> str:
+    """Text that is safe to show: control characters and bytes that are not UTF-8 as escapes, passwords of URLs masked."""
+    shown = _CONTROL.sub(lambda found: ascii(found[0])[1:-1], without_secrets(text))
+    return shown.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 class SalienceError(Exception):
     """Base of all errors raised by salience."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(without_secrets(one) if isinstance(one, str) else one for one in args))
 
 
 class ConfigError(SalienceError, ValueError):

@@ -49,9 +49,9 @@ def atomic(
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a text file in UTF-8; it appears whole or not at all."""
+    """Write a text file in UTF-8, what is not UTF-8 (in a file's name, say) as escapes; it appears whole or not at all."""
     with atomic(path) as file:
-        file.write(text.encode())
+        file.write(text.encode(errors="backslashreplace"))
 
 
 def write_npz(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:

@@ -255,6 +255,12 @@ def test_names_never_steer_the_terminal(place: Path, capsys: pytest.CaptureFixtu
     odd = "\x1b[31mred\x07" + os.fsdecode(b"\xff")
     Path("data/2").rename(place / "data" / odd)
     assert main(options()) == 0
+    assert main(["report", "out", "-o", "report.html"]) == 0
+    assert main(["scores", "out", "--hard", "-o", "hard.csv"]) == 0
+    assert main(["scores", "out", "--hard", "--json"]) == 0
+    for written in ("report.html", "hard.csv"):
+        assert "\\udcff" in Path(written).read_text()
+    assert "\x1b" not in Path("report.html").read_text()
     (image, *_) = sorted((place / "data" / odd).glob("*.png"))
     image.write_bytes(b"no image")
     assert main(options(out="broken")) == 2

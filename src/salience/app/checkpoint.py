@@ -69,7 +69,8 @@ def claimed(folder: Path) -> Generator[None]:
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what went wrong in the run is more important than its lock
+                path.unlink()
             if not there:
                 with contextlib.suppress(OSError):  # it is not empty: the run has left something in it
                     folder.rmdir()
@@ -83,12 +84,21 @@ def write(folder: Path, state: Mapping[str, Any]) -> None:
         # One fixed name until it is whole, so that what a killed run left is overwritten by the next.
         with atomic(folder / LAST, part=folder / PART, previous=folder / PREVIOUS) as file:
             torch.save({"format": FORMAT, **state}, file)
-    except (OSError, RuntimeError) as cause:  # torch says RuntimeError where the disk is full
-        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause).partition("\n")[0]
+    except (OSError, RuntimeError) as cause:
+        reason = _disk_error(cause) or str(cause).partition("\n")[0]
         raise StateError(
             f"No checkpoint could be written to {str(folder)!r}: {reason}. The one before is intact; free some space "
             "there and go on with --resume."
         ) from cause
+
+
+def _disk_error(error: BaseException | None) -> str:
+    """What the system said; torch.save covers it with an error from its own clean-up."""
+    while error is not None:
+        if isinstance(error, OSError) and error.strerror:
+            return error.strerror
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def newest(folder: Path, warn: Callable[[str], None]) -> dict[str, Any]:

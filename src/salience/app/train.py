@@ -9,6 +9,7 @@ was never stopped.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -32,6 +33,7 @@ from salience.app.data import Split, open_split, pixel_statistics
 from salience.config import TrainConfig
 from salience.errors import ConfigError, StateError
 from salience.events import Event, EventLog
+from salience.events.coding import plain
 from salience.feed.sizes import parse_bytes
 from salience.loader import Loader
 from salience.report.console import SECONDS_BETWEEN_UPDATES, Bars, bars, say, table
@@ -128,6 +130,7 @@ class Training:
         config = self.config
         log = EventLog(self.folder / checkpoint.LOG)
         log.listen(_say_trouble)
+        logging.getLogger("salience").addHandler(logging.NullHandler())  # warnings are said above, not again to stderr
         known = ledgers.load(checkpoint.ledger_file(config.ledger)) if config.ledger and fresh else None
         if known is not None and known.n == len(self.data) and _differ(known.label, self.data.labels):
             raise StateError(
@@ -255,7 +258,7 @@ class Training:
     def save(self) -> None:
         """Write a checkpoint."""
         state = {
-            "config": asdict(self.config),
+            "config": plain(self.config),  # without the passwords of URLs
             "classes": list(self.data.classes),
             "names": self.data.checksum,
             "pixels": self.pixels,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from salience.errors import ConfigError, StateError
 from salience.events import RunStarted
+from salience.events.coding import plain
 from salience.files import write_text
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def open_run(given: str, *, name: str = "", ledger: str = "", whole: bool = True
         if ledger:
             raise
         notes.append(f"{cause} It was left out.")
-    settings: dict[str, Any] = saved.get("config", {})
+    settings: dict[str, Any] = plain(saved.get("config", {}))  # a checkpoint of an older salience may hold passwords
     run = next((event.data for event in reversed(log.events) if isinstance(event.data, RunStarted)), RunStarted())
     if found is not None and run.population not in (0, found.n):
         notes.append(f"The ledger is of {found.n:,} samples, the run of {run.population:,}; it was left out.")

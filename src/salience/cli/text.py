@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from salience.errors import printable
+
 
 def sentence(error: BaseException) -> str:
     """What an error says, on one line.
@@ -16,8 +18,6 @@ def sentence(error: BaseException) -> str:
     mark = f"{kind.__module__}.{kind.__qualname__}: "
     if "Traceback (most recent call last)" in text and mark in text:
         text = text.rpartition(mark)[2]
-    from salience.report.console import printable
-
     return printable(" ".join(text.split()))
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from salience.cli.text import subcommand
 from salience.config import TrainConfig, read_toml, train_config
-from salience.errors import ConfigError
+from salience.errors import MASK, ConfigError
 
 HELP = {
     "data": "folder of images (class = directory), .tar/.tar.gz of one, packed shards, or their s3:// or https:// URL",
@@ -81,6 +81,11 @@ def run(args: argparse.Namespace) -> int:
         saved = checkpoint.newest(Path(config.out), say)
         config = train_config({**saved["config"], **given})
         _check_trust(config, given, trusted=args.trust)
+        if MASK in config.sinks:
+            raise ConfigError(
+                f"The run sent figures to {config.sinks!r}, and a checkpoint keeps no password: give --sinks again, or the "
+                "URL without it and MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment."
+            )
     try:
         train(config, saved)
     except KeyboardInterrupt as stop:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hin
 
 import numpy as np
 
-from salience.errors import did_you_mean
+from salience.errors import did_you_mean, without_secrets
 from salience.events.kinds import KINDS, EventData
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ def build(wanted: type[T], given: Any) -> T:
 
 
 def plain(value: Any) -> Any:
-    """Lists for tuples and arrays, null for what is not finite, text for what JSON does not know."""
+    """Lists for tuples and arrays, null for what is not finite, text for what JSON does not know; no passwords in URLs."""
     if isinstance(value, np.ndarray):
         return plain(value.tolist())
     if isinstance(value, np.generic):
@@ -59,9 +59,9 @@ def plain(value: Any) -> Any:
         return {str(key): plain(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType,reportUnknownArgumentType]
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
-    if value is None or isinstance(value, (str, int)):
+    if value is None or isinstance(value, int):
         return value
-    return str(value)
+    return without_secrets(str(value))
 
 
 def _object(wanted: type[Any], given: Any, what: str, strict: bool) -> Any:

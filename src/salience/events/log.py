@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from salience.errors import StateError
+from salience.errors import StateError, printable
 from salience.events.coding import Malformed, decode, encode, plain
 from salience.events.kinds import KINDS, EventData
 
@@ -85,11 +85,21 @@ class EventLog:
         self._begun = False
         self._lost = False
         if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.path.exists():  # a resumed run continues in the same file
-                self._begun = _begins_with_version(self.path)
-                self._seq = 1 + max((event.seq for event in read(self.path)), default=-1)
-                _end_torn_line(self.path)
+            try:
+                self._open(self.path)
+            except OSError as cause:
+                raise StateError(
+                    f"log={str(path)!r} cannot be written: {cause.strerror or cause}; choose another file."
+                ) from cause
+
+    def _open(self, path: Path) -> None:
+        """Make sure that the file can be written; a resumed run continues in the same one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            self._begun = _begins_with_version(path)
+            self._seq = 1 + max((event.seq for event in read(path)), default=-1)
+            _end_torn_line(path)
+        path.open("ab").close()
 
     def listen(self, listener: Callable[[Event], None]) -> None:
         """Call `listener(event)` for every event from now on."""
@@ -120,10 +130,15 @@ class EventLog:
                 file.write("".join(json.dumps(line) + "\n" for line in lines))
         except OSError as cause:
             self._lost = True
-            logging.getLogger("salience").warning(
+            log_warning(
                 f"The event log {str(path)!r} can no longer be written ({cause.strerror}); training continues without it."
             )
         self._begun = True
+
+
+def log_warning(text: str) -> None:
+    """Say it through Python's logging, which prints it to stderr unless the program has set up logging itself."""
+    logging.getLogger("salience").warning("salience: %s", printable(text))
 
 
 def read(path: str | Path) -> Iterator[Event]:

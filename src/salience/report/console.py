@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 import sys
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from salience.errors import printable
+
 SECONDS_BETWEEN_UPDATES = 0.5
 """Fewest seconds between two updates."""
-CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""All control characters but the tab and the end of a line."""
 
 
 class Bars(Protocol):
@@ -43,8 +42,11 @@ class _RichBars:
         self._tasks: dict[str, Any] = {}
 
     def update(self, name: str, done: float, total: float, note: str = "") -> None:
+        from rich.markup import escape
+
+        note = escape(printable(note))
         if name not in self._tasks:
-            self._tasks[name] = self._progress.add_task(name, total=total, note=note)
+            self._tasks[name] = self._progress.add_task(escape(printable(name)), total=total, note=note)
         self._progress.update(self._tasks[name], completed=done, total=total, note=note)
 
 
@@ -78,7 +80,7 @@ def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, str
         from rich.markup import escape
         from rich.table import Table
 
-        drawn = Table(title=title, title_justify="left", title_style="bold")
+        drawn = Table(title=escape(printable(title)), title_justify="left", title_style="bold")
         for number, name in enumerate(head):
             drawn.add_column(name, justify="left" if number == 0 else "right")
         for number, row in enumerate(rows):
@@ -94,9 +96,3 @@ def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, str
 
 def say(text: str = "") -> None:
     print(printable(text), flush=True)
-
-
-def printable(text: str) -> str:
-    """Control characters and bytes that are not UTF-8 as escapes: what data are called never steers a terminal."""
-    shown = CONTROL_CHARACTERS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
-    return shown.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from salience._version import __version__
-from salience.errors import MissingExtra
+from salience.errors import MissingExtra, printable
 from salience.events import LeverDecided
 from salience.report import drawings, words
 from salience.report.charts import Chart
@@ -96,7 +96,7 @@ def _render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template(template).render(version=__version__, words=words, **values)
+    return printable(environment.get_template(template).render(version=__version__, words=words, **values))
 
 
 # ---------------------------------------------------------------- figures at the top

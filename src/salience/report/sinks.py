@@ -5,13 +5,15 @@ The step of a figure is the number of visits made before it, so that runs which 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import json
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from salience.errors import ConfigError, MissingExtra, did_you_mean
+from salience.errors import ConfigError, MissingExtra, PluginError, did_you_mean, without_secrets
 from salience.events import (
     Evaluated,
     Event,
@@ -26,6 +28,7 @@ from salience.events import (
     WindowPlanned,
     encode,
 )
+from salience.events.log import log_warning
 
 Sink = Callable[[Event], None]
 
@@ -60,7 +63,7 @@ def said(data: EventData) -> str:
     """What an event says in words; nothing where it has only numbers."""
     match data:
         case Warned():
-            return data.text
+            return without_secrets(data.text)
         case LeverDecided():
             measured = "" if data.measured is None else f", measured {data.measured:.2f}x"
             return f"{data.action} {data.lever}{measured}: {data.reason}"
@@ -138,8 +141,9 @@ class MLflow(_Stepped):
             experiment = self._client.create_experiment("salience") if found is None else found.experiment_id
             self._id = self._client.create_run(experiment).info.run_id
         except Exception as cause:
-            raise ConfigError(f"MLflow cannot write to {uri!r}: {cause}") from cause
-        weakref.finalize(self, self._client.set_terminated, self._id)
+            # Not `from cause`: its text may hold the whole URL, password and all.
+            raise ConfigError(f"MLflow cannot write to {uri!r}: {str(cause).partition(chr(10))[0]}") from None
+        weakref.finalize(self, _end_mlflow_run, self._client, self._id)
 
     def settings(self, given: Mapping[str, Any]) -> None:
         for key, value in given.items():
@@ -151,6 +155,15 @@ class MLflow(_Stepped):
 
     def words(self, name: str, text: str, step: int) -> None:
         self._client.set_tag(self._id, f"salience.{name}", text[:5000])
+
+
+def _end_mlflow_run(client: Any, run: str) -> None:
+    """MLflow prints the URL of the run with its password, and its errors hold it too: neither is shown."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            client.set_terminated(run)
+    except Exception as error:
+        log_warning(f"The end of the run did not reach MLflow ({type(error).__name__}); it shows the run as running.")
 
 
 SINKS: dict[str, tuple[Callable[[str], Sink], str]] = {
@@ -185,11 +198,14 @@ def guarded(listener: Sink, warn: Callable[[str], None], *, strict: bool = False
         try:
             listener(event)
         except Exception as error:
+            alive[0] = False
+            why = f"{type(error).__name__}: {without_secrets(str(error))[:200]}"
+            text = f"The sink {type(listener).__name__} failed and receives no more events ({why})."
+            if strict and isinstance(listener, _Stepped):
+                raise PluginError(text) from None  # its own text may hold the password of its URL
             if strict:
                 raise
-            alive[0] = False
-            name = type(listener).__name__
-            warn(f"The sink {name} failed and receives no more events ({type(error).__name__}: {str(error)[:200]}).")
+            warn(text)
 
     return listen
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from salience.errors import ConfigError, PluginError
 from salience.events import EventLog
+from salience.events.log import log_warning
 from salience.plan import Shard
 from salience.ranks import Ranks
 from salience.treat.dataset import BatchReport
@@ -169,7 +169,7 @@ class Voice:
 
     def warn(self, text: str) -> None:
         """Write a warning to the event log and to Python's logging."""
-        logging.getLogger("salience").warning(text)
+        log_warning(text)
         self.events.emit("warning", text=text)
 
     def warn_once(self, text: str) -> None:
