@@ -60,7 +60,7 @@ class Links:
 
     @property
     def sent(self) -> float:
-        inner = [] if self.nodes is None else [self.nodes.inside, self.nodes.across]
+        inner = [] if self.nodes is None else [self.nodes.inside, self.nodes.beside, self.nodes.across]
         return sum(link.sent for link in (self.main, self._aside, *inner) if link is not None)
 
 

@@ -15,7 +15,7 @@ from salience.gradients.rounding import RoundedMean
 
 
 class Nodes:
-    """Two links: to the ranks of this group, and, on its first rank, to the first ranks of the other groups."""
+    """The links of a rank that is in a group: to the ranks of the group, and from its first rank to the other groups."""
 
     def __init__(self, parent: Any, groups: Sequence[Sequence[int]], notes: Notes, deadline: float) -> None:
         """`groups` are ranks of the default process group. Collective."""
@@ -25,9 +25,16 @@ class Nodes:
         self.leads = mine[0] == me
         self.weight = len(mine) * len(self.groups) / sum(map(len, self.groups))
         """Factor on this group's mean that makes the mean over groups one over ranks."""
-        made = {tuple(group): new_group(parent, group) for group in [*self.groups, [group[0] for group in self.groups]]}
-        self.inside = Link(made[tuple(mine)], notes, deadline)
-        self.across = Link(made[tuple(g[0] for g in self.groups)], notes, deadline) if self.leads else None
+        first = [group[0] for group in self.groups]
+        made = [(group, new_group(parent, group), new_group(parent, group)) for group in self.groups]
+        inside, beside = next((one, other) for group, one, other in made if me in group)
+        across = new_group(parent, first)
+        self.inside = Link(inside, notes, deadline)
+        """To the ranks of this group, for gradients;"""
+        self.beside = Link(beside, notes, deadline)
+        """and for what is exchanged while the next steps are taken: the two must not get into each other's way."""
+        self.across = Link(across, notes, deadline) if self.leads else None
+        """To the first ranks of the other groups; None on all ranks but the first."""
 
 
 class Grouped:
@@ -63,7 +70,7 @@ class GroupedAverager:
     def __call__(self, vector: Tensor, count: int, *, together: bool = True) -> list[Tensor]:
         del together  # ranks always are
         (update,) = [vector.clone()] if self.across is None else self.across(vector * self.nodes.weight, count)
-        return [self.nodes.inside.broadcast(update.contiguous())]
+        return [self.nodes.beside.broadcast(update.contiguous())]
 
     def check(self, digest: int) -> None:
         if self.across is not None:
