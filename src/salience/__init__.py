@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         StoreError,
     )
     from salience.feed import Source
+    from salience.gradients import sync
     from salience.ledger import Ledger
     from salience.loader import Loader
     from salience.plan import Plan, Trace
@@ -55,6 +56,7 @@ __all__ = [
     "Treat",
     "Use",
     "__version__",
+    "sync",
 ]
 
 _HOMES = {
@@ -81,6 +83,7 @@ _HOMES = {
     "Trace": "salience.plan",
     "Treat": "salience.treat",
     "Use": "salience.config",
+    "sync": "salience.gradients",
 }
 """Where each public name lives. It is imported when it is first asked for: `salience --help` does not wait for torch."""
 

@@ -1,0 +1,13 @@
+"""placeholder"""
+
+from typing import Any
+
+
+class Chooser:
+    def __init__(self, handle: Any, **o: Any) -> None: ...
+    def step(self) -> None: ...
+    def on_event(self, e: Any) -> None: ...
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, s: Any) -> None: ...

@@ -1,0 +1,75 @@
+"""What every way to exchange gradients has in common, and the plain one: everything travels, as it is or in 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from salience.gradients.link import Link
+
+
+class Exchange(Protocol):
+    """Replaces the gradients of a backward pass by their mean over the ranks, or by what of it may travel now.
+
+    `begin` is called for each bucket in the same order on every rank, then `finish` once with the gradients of all parameters,
+    in the order of the model. All collectives happen in these calls, in one fixed order, whatever the number of buckets.
+    """
+
+    lossy: bool
+    """True if the gradients that come out can differ from the mean."""
+
+    def begin(self, bucket: Tensor) -> None: ...
+
+    def finish(self, gradients: Sequence[Tensor]) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Whole:
+    """All gradients travel in every step, as they are or rounded to `dtype`. Sent while the backward pass goes on."""
+
+    def __init__(self, link: Link, dtype: torch.dtype | None = None, *, overlap: bool = True) -> None:
+        """`overlap=False` sends everything at once after the backward pass: its time is then that of the link alone."""
+        self.link, self.dtype, self.overlap = link, dtype, overlap
+        self.lossy = dtype is not None
+        self._begun: list[tuple[Tensor, Tensor, Any]] = []
+
+    def begin(self, bucket: Tensor) -> None:
+        if self.overlap:
+            travelling = bucket if self.dtype is None else bucket.to(self.dtype)
+            self._begun.append((bucket, travelling, self.link.start_mean(travelling)))
+
+    def finish(self, gradients: Sequence[Tensor]) -> None:
+        if not self.overlap:
+            flat = join(gradients)
+            split(self.link.mean(flat if self.dtype is None else flat.to(self.dtype)), gradients)
+        begun, self._begun = self._begun, []
+        for bucket, travelling, work in begun:
+            self.link.wait(work)
+            if travelling is not bucket:
+                bucket.copy_(travelling)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        del state
+
+
+def join(tensors: Sequence[Tensor]) -> Tensor:
+    """All values as one float32 vector."""
+    if not tensors:
+        return torch.zeros(0)
+    return torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors])
+
+
+@torch.no_grad()
+def split(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Write the values of one vector back into `tensors`, in order."""
+    for tensor, values in zip(tensors, flat.split([one.numel() for one in tensors]), strict=True):
+        tensor.copy_(values.view(tensor.shape))

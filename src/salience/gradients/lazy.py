@@ -1,0 +1,80 @@
+"""`lazy`: a layer whose gathered gradient is small against its usual one waits, for `tau` steps at most.
+
+Which layers travel in a step is decided from norms that all ranks exchanged in the step before, in the same collective as the
+gradients, so the decision is the same everywhere and costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from salience.gradients.exchange import join, split
+from salience.gradients.link import Link
+from salience.gradients.rules import travels
+
+MEMORY = 0.9
+"""Weight of the past in the usual norm of a layer."""
+
+
+class Lazy:
+    """Layers travel when they have gathered `threshold` times their usual gradient, or after `tau` steps; small ones always."""
+
+    lossy = True
+
+    def __init__(self, link: Link, *, threshold: float = 2.0, tau: int = 4, small: int = 1024) -> None:
+        self.link, self.threshold, self.tau, self.small = link, threshold, tau, small
+        self.pools: list[Tensor] = []
+        """Gathered gradients that have not travelled; empty for small layers."""
+        self.usual: list[float] = []
+        """Running mean of the norm of one step's gradient, by layer."""
+        self.ages: list[int] = []
+        self.due: list[bool] = []
+        """Layers that travel in the next step."""
+
+    def begin(self, bucket: Tensor) -> None:
+        """Layers may lie across buckets' order; they travel when all gradients are there."""
+
+    def finish(self, gradients: Sequence[Tensor]) -> None:
+        if not self.pools:
+            large = [one.shape if one.numel() > self.small else (0,) for one in gradients]
+            self.pools = [torch.zeros(shape, device=one.device) for one, shape in zip(gradients, large, strict=True)]
+            self.usual, self.ages = [0.0] * len(gradients), [1] * len(gradients)
+            self.due = [True] * len(gradients)
+        single = torch.stack([one.float().norm() for one in gradients])
+        fine = bool(single.isfinite().all())
+        for gradient, pool in zip(gradients, self.pools, strict=True):
+            if pool.numel() and fine:
+                gradient.copy_(pool.add_(gradient))
+        gathered = torch.stack([one.float().norm() for one in gradients])
+        going = [one for one, due in zip(gradients, self.due, strict=True) if due]
+        count = len(gradients)
+        flat = self.link.mean(torch.cat([single, gathered, join(going).to(single.device)]))
+        split(flat[2 * count :], going)
+        norms: list[float] = flat[: 2 * count].double().tolist()
+        if not all(map(math.isfinite, norms)):
+            for one in gradients:  # as all-reduce would have it, so that gradient scalers notice
+                one.fill_(torch.nan)
+            return
+        for i, due in enumerate(self.due):
+            if due and self.pools[i].numel():
+                self.pools[i].zero_()
+            elif not due:
+                gradients[i].zero_()
+            self.ages[i] = 1 if due else self.ages[i] + 1
+            self.usual[i] = norms[i] if not self.usual[i] else MEMORY * self.usual[i] + (1 - MEMORY) * norms[i]
+            # What will have been gathered by then: what waits now, and one more gradient in its direction.
+            ahead = norms[i] + (0.0 if due else norms[count + i])
+            small = not self.pools[i].numel()
+            self.due[i] = small or travels(ahead, self.usual[i], self.ages[i], threshold=self.threshold, tau=self.tau)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"pools": self.pools, "usual": self.usual, "ages": self.ages, "due": self.due}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.pools, self.usual = list(state["pools"]), list(state["usual"])
+        self.ages, self.due = list(state["ages"]), list(state["due"])

@@ -1,0 +1,122 @@
+"""The ranks that exchange gradients: the few collectives they use, each with a deadline, and a way to tell of trouble.
+
+A rank that cannot go on leaves a note in the store of the process group before it raises. Ranks that wait for it look there
+every half second and raise the same sentence, instead of waiting for the time-out of the group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from salience.errors import RankError
+
+LOOK_EVERY = 0.5
+"""Seconds between two looks for a note of another rank."""
+
+
+class Notes:
+    """Trouble that one rank leaves for the others, in the store of the process group."""
+
+    def __init__(self, group: Any, key: str) -> None:
+        self._store: Any = None
+        self._key = f"salience/sync/{key}"
+        with contextlib.suppress(RuntimeError):  # a group without a store: then the time-out must do
+            self._store = group.get_group_store() if hasattr(group, "get_group_store") else None
+
+    def leave(self, sentence: str) -> None:
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):  # the store went with the rank that kept it
+                self._store.set(self._key, sentence)
+
+    def found(self) -> str | None:
+        """The sentence another rank has left, or None."""
+        with contextlib.suppress(RuntimeError):
+            if self._store is not None and self._store.check([self._key]):
+                return self._store.get(self._key).decode()
+        return None
+
+
+class Link:
+    """One process group as the exchanges see it. Every method but the waiting is a collective call."""
+
+    def __init__(self, group: Any, notes: Notes, deadline: float) -> None:
+        self.group, self.notes, self.deadline = group, notes, deadline
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.sent = 0.0
+        """Bytes that this rank has sent, by the arithmetic of a ring."""
+
+    def start_mean(self, tensor: Tensor) -> Any:
+        """Begin to replace `tensor` by its mean over the ranks; pass the result to `wait`."""
+        tensor.div_(self.world)
+        self.sent += 2 * (self.world - 1) / self.world * tensor.nbytes
+        return dist.all_reduce(tensor, group=self.group, async_op=True)
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """Replace `tensor` by its mean over the ranks, bitwise the same on all."""
+        self.wait(self.start_mean(tensor))
+        return tensor
+
+    def gather(self, row: Tensor) -> Tensor:
+        """The rows of all ranks, [world, n]."""
+        out = torch.empty(self.world, row.numel(), dtype=row.dtype, device=row.device)
+        self.sent += (self.world - 1) * row.nbytes
+        self.wait(dist.all_gather(list(out.unbind()), row, group=self.group, async_op=True))
+        return out
+
+    def shuffle(self, rows: Tensor) -> Tensor:
+        """Row i of [world, n] goes to rank i; the rows that came, by rank."""
+        out = torch.empty_like(rows)
+        self.sent += (self.world - 1) * rows[0].nbytes
+        self.wait(dist.all_to_all_single(out.view(-1), rows.reshape(-1), group=self.group, async_op=True))
+        return out
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Fill `tensor` with that of the group's first rank."""
+        source = dist.get_global_rank(self.group, 0)
+        self.sent += tensor.nbytes if self.rank == 0 else 0
+        self.wait(dist.broadcast(tensor, source, group=self.group, async_op=True))
+        return tensor
+
+    def wait(self, work: Any) -> None:
+        """Wait for a collective until the deadline, or until a rank says that it cannot come.
+
+        On a GPU this makes the current stream wait, not the host: nothing is synchronised.
+        """
+        if dist.get_backend(self.group) == "nccl":
+            work.wait()
+            return
+        end = time.monotonic() + self.deadline
+        while True:
+            try:
+                work.wait(timedelta(seconds=LOOK_EVERY))
+                return
+            except RuntimeError as cause:
+                said = self.notes.found()
+                if said is not None:
+                    raise RankError(said) from None
+                if work.is_completed():
+                    self._settle(work)
+                    return
+                if time.monotonic() > end:
+                    raise RankError(
+                        f"Rank {self.rank} of {self.world} waited {self.deadline:g} s for gradients of the others; look for "
+                        "the first error of the other ranks. Every rank must make the same number of steps."
+                    ) from cause
+
+    def _settle(self, work: Any) -> None:
+        """A collective that is over: it ended while we looked for notes, or it failed."""
+        try:
+            work.wait(timedelta(seconds=LOOK_EVERY))
+        except RuntimeError as cause:
+            time.sleep(LOOK_EVERY)  # a note may be on its way
+            raise RankError(
+                self.notes.found()
+                or f"Rank {self.rank} of {self.world} lost another rank while gradients travelled; look for its first error."
+            ) from cause

@@ -1,0 +1,152 @@
+"""`local`: every rank takes H steps of its own, then parameters are averaged; the exchange runs beside the next H steps.
+
+With x_i the parameters of rank i, a the anchor that all ranks share, and s_i what x_i was when the exchange began:
+
+    begin     s_i = x_i,  d_i = x_i - a      d_i starts to travel, and training goes on
+    H later   a <- a + mean of d_i           the same on every rank, to the bit
+              x_i <- a + (x_i - s_i)         what was learnt meanwhile stays (CoCoD-SGD, Shen et al. 2019)
+
+With an outer step (DiLoCo, Douillard et al. 2023), `a` moves by Nesterov momentum on the mean instead.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from salience.gradients.exchange import join, split
+from salience.gradients.rules import local_steps
+
+
+class Averager(Protocol):
+    """Sends this rank's progress and returns the updates that all ranks make, in order; called in a thread of its own."""
+
+    def __call__(self, vector: Tensor, count: int, *, together: bool) -> list[Tensor]:
+        """`together` says that parameters must be equal on all ranks afterwards."""
+        ...
+
+    def check(self, digest: int) -> None:
+        """Raise where ranks have come to different parameters. Collective."""
+        ...
+
+    def leave(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Local:
+    """Local steps on the parameters and floating-point buffers of a DDP model."""
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        optimizer: Optimizer,
+        averager: Averager,
+        *,
+        steps: int = 8,
+        alpha: float | None = None,
+        most: int = 512,
+        overlap: bool = True,
+        outer: tuple[float, float] | None = None,
+        quiet: bool = True,
+    ) -> None:
+        """`quiet` keeps DDP from exchanging anything itself; False where it still does so inside a node."""
+        self.ddp, self.optimizer, self.averager = ddp, optimizer, averager
+        self.base, self.alpha, self.most, self.overlap, self.outer = steps, alpha, most, overlap, outer
+        self.count = 0
+        """Optimizer steps made."""
+        self.last = 0
+        """Step after which parameters were sent last."""
+        self.rounds = 0
+        """Exchanges that have arrived."""
+        self._tensors = [
+            one.detach() for one in (*ddp.module.parameters(), *ddp.module.buffers()) if one.is_floating_point()
+        ]
+        self.anchor = join(self._tensors)
+        self.velocity = torch.zeros_like(self.anchor) if outer else None
+        self._sent: Tensor | None = None
+        self._pending: Future[list[Tensor]] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="salience-sync")
+        self._silence = ExitStack()
+        if quiet:
+            self._silence.enter_context(ddp.no_sync())
+
+    @property
+    def interval(self) -> int:
+        """Local steps until the next exchange, at the learning rate of the first parameter group."""
+        return local_steps(self.base, self.alpha, float(self.optimizer.param_groups[0]["lr"]), self.most)
+
+    def step(self) -> None:
+        """The optimizer has made a step."""
+        self.count += 1
+        if self.count - self.last >= self.interval:
+            self._arrive()
+            self._begin()
+            if not self.overlap:
+                self._arrive()
+
+    def average(self) -> None:
+        """Wait for everything under way and average now: parameters are equal on all ranks afterwards."""
+        self._arrive()
+        self._begin(together=True)
+        self._arrive()
+        digest = zlib.crc32(join(self._tensors).cpu().numpy().tobytes())
+        self._thread.submit(self.averager.check, digest).result()
+
+    def leave(self) -> None:
+        """Average, and let DDP exchange gradients again."""
+        self.average()
+        self.averager.leave()
+        self._silence.close()
+        self._thread.shutdown()
+
+    def _begin(self, *, together: bool = False) -> None:
+        self._sent = join(self._tensors)
+        self.last = self.count
+        self._pending = self._thread.submit(self.averager, self._sent - self.anchor, self.count, together=together)
+
+    def _arrive(self) -> None:
+        if self._pending is None or self._sent is None:
+            return
+        pending, self._pending = self._pending, None
+        for update in pending.result():
+            self.anchor = self._moved(update)
+            self.rounds += 1
+        split(self.anchor + (join(self._tensors) - self._sent), self._tensors)
+
+    def _moved(self, update: Tensor) -> Tensor:
+        if self.outer is None or self.velocity is None:
+            return self.anchor + update
+        rate, momentum = self.outer
+        self.velocity = momentum * self.velocity + update
+        return self.anchor + rate * (update + momentum * self.velocity)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collective: averages first, so that one model is saved. The averager's residuals are this rank's own."""
+        self.average()
+        return {
+            "count": self.count,
+            "last": self.last,
+            "velocity": self.velocity,
+            "averager": self.averager.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, residuals: bool = True) -> None:
+        """Go on from the model's present parameters, which must be those saved."""
+        self._arrive()
+        self.anchor = join(self._tensors)
+        self.count, self.last = int(state["count"]), int(state["last"])
+        if self.outer and state["velocity"] is not None:
+            self.velocity = state["velocity"].to(self.anchor.device)
+        if residuals:
+            self.averager.load_state_dict(state["averager"])

@@ -1,0 +1,72 @@
+"""`lowrank`: each weight's gradient travels as a product of two thin matrices (PowerSGD), all layers in two collectives.
+
+    P = M Q,   P <- mean of P over ranks, orthonormal;   Q = M^T P,   Q <- mean of Q;   M is replaced by P Q^T
+
+M is the gradient plus what was left of it before, and M - P Q^T is left for the next step (Vogels et al. 2019). PyTorch's hook
+issues its collectives per bucket and out of order; here the number of buckets does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from salience.gradients.exchange import join, split
+from salience.gradients.link import Link
+from salience.gradients.rules import matrix_shape, orthonormal
+from salience.seeds import torch_generator
+
+
+class LowRank:
+    """PowerSGD of rank `rank` with error feedback; what it would not halve travels whole, and everything does at first."""
+
+    lossy = True
+
+    def __init__(self, link: Link, *, rank: int = 2, warmup: int = 2, seed: int = 0) -> None:
+        """`warmup` is the number of first steps in which everything travels whole."""
+        self.link, self.rank, self.warmup, self.seed = link, rank, warmup, seed
+        self.step = 0
+        self.errors: dict[int, Tensor] = {}
+        """What is left of each weight's gradient, [rows, columns]."""
+        self.factors: dict[int, Tensor] = {}
+        """Q of the step before, [columns, rank]; the better start the more alike two steps are."""
+
+    def begin(self, bucket: Tensor) -> None:
+        """Nothing can be factorised before all gradients are there: collectives would get out of order."""
+
+    def finish(self, gradients: Sequence[Tensor]) -> None:
+        shapes = {i: shape for i, one in enumerate(gradients) if (shape := matrix_shape(one.shape, self.rank))}
+        if self.step < self.warmup:
+            shapes = {}
+        whole = [one for i, one in enumerate(gradients) if i not in shapes]
+        matrices: dict[int, Tensor] = {}
+        for i, shape in shapes.items():
+            matrix = gradients[i].detach().reshape(shape).float()
+            matrices[i] = matrix + self.errors[i] if i in self.errors else matrix.clone()
+            if i not in self.factors:
+                made = torch_generator(self.seed, i)
+                self.factors[i] = torch.randn(shape[1], self.rank, generator=made).to(matrix.device)
+        left = [matrices[i] @ orthonormal(self.factors[i]) for i in shapes]
+        flat = self.link.mean(join([*left, *whole]))
+        split(flat, [*left, *whole])
+        left = [orthonormal(one) for one in left]
+        right = [matrices[i].T @ p for i, p in zip(shapes, left, strict=True)]
+        if shapes:
+            split(self.link.mean(join(right)), right)
+        fine = bool(flat.isfinite().all())  # the same answer on every rank
+        for i, p, q in zip(shapes, left, right, strict=True):
+            product = p @ q.T
+            gradients[i].copy_(product.view(gradients[i].shape))
+            if fine:
+                self.errors[i] = matrices[i].sub_(product)
+                self.factors[i] = q
+        self.step += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "errors": self.errors, "factors": self.factors}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.step, self.errors, self.factors = int(state["step"]), dict(state["errors"]), dict(state["factors"])

@@ -1,0 +1,103 @@
+"""`hierarchical`: gradients are added up inside a node first, and only one rank of each node talks to the other nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from salience.errors import ConfigError
+from salience.gradients.exchange import Exchange, join, split
+from salience.gradients.link import Link, Notes
+from salience.gradients.rounding import RoundedMean
+
+
+class Nodes:
+    """The links of a rank that is in a group: to the ranks of the group, and from its first rank to the other groups."""
+
+    def __init__(self, parent: Any, groups: Sequence[Sequence[int]], notes: Notes, deadline: float) -> None:
+        """`groups` are ranks of the default process group. Collective."""
+        me = dist.get_rank()
+        self.groups = [sorted(group) for group in groups]
+        mine = next(group for group in self.groups if me in group)
+        self.leads = mine[0] == me
+        self.weight = len(mine) * len(self.groups) / sum(map(len, self.groups))
+        """Factor on this group's mean that makes the mean over groups one over ranks."""
+        first = [group[0] for group in self.groups]
+        made = [(group, new_group(parent, group), new_group(parent, group)) for group in self.groups]
+        inside, beside = next((one, other) for group, one, other in made if me in group)
+        across = new_group(parent, first)
+        self.inside = Link(inside, notes, deadline)
+        """To the ranks of this group, for gradients;"""
+        self.beside = Link(beside, notes, deadline)
+        """and for what is exchanged while the next steps are taken: the two must not get into each other's way."""
+        self.across = Link(across, notes, deadline) if self.leads else None
+        """To the first ranks of the other groups; None on all ranks but the first."""
+
+
+class Grouped:
+    """The mean inside a group at full precision, then `across` between the groups' first ranks, then the result to all."""
+
+    def __init__(self, nodes: Nodes, across: Exchange | None, *, lossy: bool) -> None:
+        """`across` is None on ranks that are not the first of their group."""
+        self.nodes, self.across, self.lossy = nodes, across, lossy
+
+    def begin(self, bucket: Tensor) -> None:
+        """Groups add up when all gradients are there."""
+
+    def finish(self, gradients: Sequence[Tensor]) -> None:
+        split(self.nodes.inside.mean(join(gradients)).mul_(self.nodes.weight), gradients)
+        if self.across is not None:
+            self.across.finish(gradients)
+        split(self.nodes.inside.broadcast(join(gradients)), gradients)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.across is None else self.across.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.across is not None:
+            self.across.load_state_dict(state)
+
+
+class GroupedAverager:
+    """Averages parameters between the groups' first ranks; inside a group they are equal already."""
+
+    def __init__(self, nodes: Nodes, across: RoundedMean | None) -> None:
+        self.nodes, self.across = nodes, across
+
+    def __call__(self, vector: Tensor, count: int, *, together: bool = True) -> list[Tensor]:
+        del together  # ranks always are
+        (update,) = [vector.clone()] if self.across is None else self.across(vector * self.nodes.weight, count)
+        return [self.nodes.beside.broadcast(update.contiguous())]
+
+    def check(self, digest: int) -> None:
+        if self.across is not None:
+            self.across.check(digest)
+
+    def leave(self) -> None:
+        """Nothing runs beside it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.across is None else self.across.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.across is not None and state:
+            self.across.load_state_dict(state)
+
+
+def new_group(parent: Any, ranks: Sequence[int]) -> Any:
+    """A process group of its own for some ranks of `parent`. Collective over `parent`."""
+    if parent is dist.group.WORLD:
+        return dist.new_group(list(ranks))
+    return dist.new_group(list(ranks), use_local_synchronization=True) if dist.get_rank() in ranks else None
+
+
+def check_groups(groups: Sequence[Sequence[int]], ranks: Sequence[int]) -> None:
+    """Every rank must be in exactly one group."""
+    members = sorted(rank for group in groups for rank in group)
+    if members != sorted(ranks) or not all(groups):
+        raise ConfigError(
+            f"groups={groups!r} must hold each of the ranks {list(ranks)} exactly once, and no empty group."
+        )

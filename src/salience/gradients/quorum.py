@@ -1,0 +1,175 @@
+"""`quorum`: an averaging point is over when enough ranks have come; what the others send joins the next one.
+
+The first rank keeps the order. A thread of it hears each rank, adds up what has come, and answers with every update the rank
+has missed, so that all ranks make the same updates in the same order and share one anchor:
+
+    a round ends    when `quorum` ranks wait in it, and none has missed more than `staleness` rounds
+    its update      sum of what they sent / number of ranks that wait
+    together        a rank that asks for equal parameters waits until all have asked
+
+Everything travels as bfloat16 with the rounding errors kept, from rank to rank (no collective: a late rank would block it).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from salience.errors import RankError
+from salience.gradients.link import Link
+from salience.gradients.rounding import check_equal
+
+REGULAR, TOGETHER, LEAVE = range(3)
+"""What a rank can ask for."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Rounds:
+    """The order of updates, as values: who waits, what has been added up, and what each rank still has to hear."""
+
+    world: int
+    quorum: int
+    staleness: int
+    waiting: dict[int, int] = field(default_factory=dict[int, int])
+    """What each waiting rank asked for."""
+    total: Tensor | None = None
+    """Sum of what has come since the last round ended."""
+    error: Tensor | None = None
+    """Rounding errors of the updates so far."""
+    heard: list[int] = field(default_factory=list[int])
+    """Updates that each rank knows."""
+    sent: list[int] = field(default_factory=list[int])
+    """Round in which each rank sent last."""
+    updates: list[Tensor] = field(default_factory=list[Tensor])
+
+    def __post_init__(self) -> None:
+        self.heard, self.sent = [0] * self.world, [0] * self.world
+
+    def come(self, rank: int, asks: int, values: Tensor) -> dict[int, list[Tensor]]:
+        """A rank has come; the answers that can be given now, by rank."""
+        self.waiting[rank] = asks
+        self.sent[rank] = len(self.updates)
+        self.total = values.float() if self.total is None else self.total + values.float()
+        late = [
+            r for r in range(self.world) if r not in self.waiting and len(self.updates) - self.sent[r] >= self.staleness
+        ]
+        together = len(self.waiting) == self.world and all(asks == TOGETHER for asks in self.waiting.values())
+        if not together and (len(self.waiting) < self.quorum or late):
+            return {}
+        mean = self.total / len(self.waiting)
+        mean = mean if self.error is None else mean + self.error
+        rounded = mean.to(torch.bfloat16)
+        self.error, self.total = mean - rounded.float(), None
+        self.updates.append(rounded)
+        answers: dict[int, list[Tensor]] = {}
+        for one, asks in list(self.waiting.items()):
+            self.sent[one] = len(self.updates)
+            if together or asks == REGULAR:
+                answers[one] = self.updates[self.heard[one] :]
+                self.heard[one] = len(self.updates)
+                del self.waiting[one]
+        self._forget()
+        return answers
+
+    def _forget(self) -> None:
+        """Let go of updates that all ranks know; their places stay, so that numbers keep their meaning."""
+        for i in range(min(self.heard)):
+            self.updates[i] = self.updates[i][:0]
+
+
+class Quorum:
+    """Sends this rank's progress to the first rank and returns the updates to make."""
+
+    def __init__(self, link: Link, *, quorum: int | None = None, staleness: int = 2) -> None:
+        """`quorum` None = more than half of the ranks. `staleness` is how many rounds a rank may miss in a row."""
+        self.link = link
+        self.own: Tensor | None = None
+        """Rounding errors of what this rank sent."""
+        wanted = link.world // 2 + 1 if quorum is None else min(quorum, link.world)
+        self._mine: SimpleQueue[list[Tensor] | str] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._rounds = Rounds(world=link.world, quorum=wanted, staleness=staleness) if link.rank == 0 else None
+        self._size = 0
+
+    def __call__(self, vector: Tensor, count: int, *, together: bool = False) -> list[Tensor]:
+        del count  # ranks need not be equally far
+        if not self._size:
+            self._size = len(vector)
+            for rank in range(1, self.link.world if self.link.rank == 0 else 0):
+                threading.Thread(target=self._serve, args=(rank,), daemon=True, name=f"salience-quorum-{rank}").start()
+        whole = vector if self.own is None else vector + self.own
+        values = whole.to(torch.bfloat16)
+        self.own = whole - values.float()
+        self.link.sent += values.nbytes
+        asks = TOGETHER if together else REGULAR
+        return [update.float() for update in self._ask(asks, values)]
+
+    def leave(self) -> None:
+        """Tell the first rank that nothing more will come."""
+        if self._size and self.link.rank:
+            dist.send(torch.tensor([LEAVE]), group=self.link.group, group_dst=0)
+
+    def _ask(self, asks: int, values: Tensor) -> list[Tensor]:
+        group = self.link.group
+        if self.link.rank:
+            dist.send(torch.tensor([asks]), group=group, group_dst=0)
+            dist.send(values, group=group, group_dst=0)
+            dist.recv(count := torch.zeros(1, dtype=torch.int64), group=group, group_src=0)
+            if int(count) < 0:
+                raise RankError(self.link.notes.found() or "The first rank could not go on; look for its first error.")
+            came = [torch.empty_like(values) for _ in range(int(count))]
+            for one in came:
+                dist.recv(one, group=group, group_src=0)
+            return came
+        self._come(0, asks, values)
+        try:
+            answer = self._mine.get(timeout=self.link.deadline)
+        except Empty:
+            answer = f"Too few ranks came to an averaging point in {self.link.deadline:g} s; look for their first error."
+        if isinstance(answer, str):
+            raise RankError(answer)
+        return answer
+
+    def _serve(self, rank: int) -> None:
+        """Hear one rank until it leaves."""
+        try:
+            while True:
+                dist.recv(asks := torch.zeros(1, dtype=torch.int64), group=self.link.group, group_src=rank)
+                if int(asks) == LEAVE:
+                    return
+                dist.recv(
+                    values := torch.empty(self._size, dtype=torch.bfloat16), group=self.link.group, group_src=rank
+                )
+                self._come(rank, int(asks), values)
+        except RuntimeError as cause:
+            said = f"Rank {rank} was lost while parameters were averaged ({str(cause).splitlines()[0]})."
+            self.link.notes.leave(said)
+            self._mine.put(said)
+
+    def _come(self, rank: int, asks: int, values: Tensor) -> None:
+        assert self._rounds is not None
+        with self._lock:
+            for one, updates in self._rounds.come(rank, asks, values).items():
+                if one == 0:
+                    self._mine.put(updates)
+                    continue
+                self.link.sent += sum(update.nbytes for update in updates)
+                dist.send(torch.tensor([len(updates)]), group=self.link.group, group_dst=one)
+                for update in updates:
+                    dist.send(update, group=self.link.group, group_dst=one)
+
+    def check(self, digest: int) -> None:
+        check_equal(self.link, digest)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"own": self.own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.own = state["own"]

@@ -1,0 +1,123 @@
+"""`topk` and `kernels`: the largest values, or whole important kernels, travel; the rest accumulates until it matters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from salience.gradients.link import Link
+from salience.gradients.rules import correct_momentum, largest, layer_counts, take, unit_scores, warm_rate
+
+ROW = 16
+"""Neighbouring values that travel together in layers without kernels, where whole kernels travel."""
+
+
+class Sparse:
+    """Top-k with error feedback, in one collective per step.
+
+    A layer of at most `small` values travels whole. `rate` is the share of the other units (single values, or kernels) that
+    travels on average; layers get more or less of it by size and gradient norm. With `momentum`, the optimizer's must be 0.
+    """
+
+    lossy = True
+
+    def __init__(
+        self,
+        link: Link,
+        *,
+        kernels: bool = False,
+        rate: float = 0.01,
+        momentum: float = 0.0,
+        warmup: int = 0,
+        small: int = 1024,
+    ) -> None:
+        self.link, self.kernels, self.rate, self.momentum = link, kernels, rate, momentum
+        self.warmup, self.small = warmup, small
+        self.step = 0
+        self.pools: list[Tensor | None] = []
+        """What has stayed behind so far, flat; None for layers that travel whole."""
+        self.velocities: list[Tensor | None] = []
+        self._norms: list[float] = []
+        """Mean gradient norm of each pooled layer in the step before, the same on every rank."""
+
+    def begin(self, bucket: Tensor) -> None:
+        """Values are chosen when all gradients are there."""
+
+    def finish(self, gradients: Sequence[Tensor]) -> None:
+        if not self.pools:
+            self._allocate(gradients)
+        pooled = [i for i, pool in enumerate(self.pools) if pool is not None]
+        whole = [i for i, pool in enumerate(self.pools) if pool is None]
+        units = [self._unit(gradients[i]) for i in pooled]
+        sizes = [gradients[i].numel() // unit for i, unit in zip(pooled, units, strict=True)]
+        counts = layer_counts(warm_rate(self.rate, self.step, self.warmup), sizes, self._norms or [0.0] * len(sizes))
+        norms = torch.stack([gradients[i].float().norm() for i in pooled]) if pooled else torch.zeros(0)
+        fine = bool(norms.isfinite().all())  # else nothing is pooled: the step is lost, not the run
+        chosen: list[Tensor] = []
+        values: list[Tensor] = []
+        for i, unit, count in zip(pooled, units, counts, strict=True):
+            if fine:
+                positions, sent = self._choose(i, gradients[i], unit, count)
+            else:
+                positions = torch.zeros(count, dtype=torch.int64, device=gradients[i].device)
+                sent = torch.zeros(count * unit, dtype=torch.bfloat16, device=gradients[i].device)
+            chosen.append(positions.to(torch.int32))
+            values.append(sent)
+        parts = [norms, *(gradients[i].reshape(-1).float() for i in whole), *chosen, *values]
+        came = self.link.gather(torch.cat([part.view(torch.uint8) for part in parts]))
+        columns = iter(came.split([part.nbytes for part in parts], dim=1))
+        found = _typed(next(columns), torch.float32)
+        for i in whole:
+            gradients[i].copy_(_typed(next(columns), torch.float32).mean(0).view(gradients[i].shape))
+        places = [_typed(next(columns), torch.int32) for _ in pooled]
+        for i, unit, where in zip(pooled, units, places, strict=True):
+            what = _typed(next(columns), torch.bfloat16).float().view(-1, unit)
+            mean = torch.zeros(gradients[i].numel() // unit, unit, device=what.device)
+            mean.index_add_(0, where.reshape(-1).long(), what, alpha=1 / self.link.world)
+            gradients[i].copy_(mean.view(gradients[i].shape))
+        if not bool(found.isfinite().all()):  # as all-reduce would have it, so that gradient scalers notice
+            for i in pooled:
+                gradients[i].fill_(torch.nan)
+        else:
+            self._norms = found.double().mean(0).tolist()
+        self.step += 1
+
+    def _choose(self, i: int, gradient: Tensor, unit: int, count: int) -> tuple[Tensor, Tensor]:
+        pool, flat = self.pools[i], gradient.reshape(-1).float()
+        assert pool is not None
+        velocity = self.velocities[i]
+        pool.add_(flat if velocity is None else correct_momentum(velocity, flat, self.momentum))
+        positions = largest(unit_scores(pool, unit), count, self.step)
+        if velocity is not None:
+            velocity.view(-1, unit)[positions] = 0.0  # masked, so that old momentum does not push twice
+        return positions, take(pool, positions, unit)
+
+    def _unit(self, gradient: Tensor) -> int:
+        """Values that travel together: a kernel of a convolution, or a few neighbours of a row."""
+        if not self.kernels:
+            return 1
+        size = gradient[0, 0].numel() if gradient.dim() > 2 else 1
+        return size if size > 1 else next(n for n in (ROW, 8, 4, 2, 1) if gradient.numel() % n == 0)
+
+    def _allocate(self, gradients: Sequence[Tensor]) -> None:
+        for one in gradients:
+            pooled = one.numel() > self.small and one.dim() > 1
+            self.pools.append(torch.zeros(one.numel(), device=one.device) if pooled else None)
+            self.velocities.append(
+                torch.zeros_like(pool) if (pool := self.pools[-1]) is not None and self.momentum else None
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "pools": self.pools, "velocities": self.velocities, "norms": self._norms}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.step, self._norms = int(state["step"]), list(state["norms"])
+        self.pools, self.velocities = list(state["pools"]), list(state["velocities"])
+
+
+def _typed(columns: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes [world, n] as numbers; copied, since they need not begin at a multiple of a number's size."""
+    return columns.clone(memory_format=torch.contiguous_format).view(dtype)
