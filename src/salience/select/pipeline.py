@@ -136,7 +136,7 @@ class Pipeline:
         among = members(ledger.n, window, piece, pieces)
         window, windows = window * pieces + piece, windows * pieces
         clock = Clock(window=window, windows=windows, steered=steered, keep=keep)
-        view = View(ledger, clock, self.reference, copies, judged)
+        view = View(ledger, clock, self.reference, copies, judged, seed)
         rng = generator(seed, PLAN, window)
         sifted = self._filter(view) if pieces == 1 else _within(self._filter(view), among, ledger.n)
         batching = self.batching(batch_size, world, drop_last)
@@ -189,7 +189,8 @@ class Pipeline:
         found: Exchange | None = None
         if stock is not None:
             found = exchange(
-                ids, importance, stock, label=view.label, age=view.age, forced=sifted.forced, allowed=sifted.allowed, how=how
+                ids, importance, stock, label=view.label, age=view.age, forced=sifted.forced, allowed=sifted.allowed, how=how,
+                rng=rng,
             )  # fmt: skip
             place = np.full(view.n, -1, dtype=np.int64)
             place[ids] = np.arange(len(ids))
