@@ -137,9 +137,10 @@ def test_progress_runs_from_0_to_1_and_steps_are_known_in_advance(problem):
     seen, steps = [loader.progress], 0
     for _ in range(10):
         length = len(loader)
-        for number, _ in enumerate(loader, 1):
+        for number, (x, _) in enumerate(loader, 1):
             assert number <= length
             steps += 1
+            loader.loss(x[:, 0])
             seen.append(loader.progress)
         assert number == length
     assert seen[0] == 0
@@ -414,10 +415,23 @@ def test_the_report_says_what_could_be_saved_and_what_was_never_learnt(problem):
     assert [event["kind"] for event in loader.events.recent][-2:] == ["findings", "observed"]
 
 
-def test_a_run_that_never_calls_loss_still_trains_and_the_report_says_why_it_is_empty(problem):
-    loader = salience.Loader(problem, 32, epochs=4, select="default")
-    assert sum(len(x) for _ in range(4) for x, _ in loader) < 4 * 300
+@pytest.mark.parametrize("select", ["default", "ucb", "forgetting", {"scores": ["staleness"]}])
+def test_a_run_that_never_calls_loss_is_stopped_where_it_would_select_by_nothing(problem, select):
+    loader = salience.Loader(problem, 32, epochs=10, select=select)
+    for _ in range(2):
+        assert sum(len(x) for x, _ in loader) == 288  # everything, in whole batches
+    with pytest.raises(
+        ConfigError, match=r"Window 2 selects \d+ samples by their losses, and none was recorded: call loss"
+    ):
+        next(iter(loader))
+
+
+def test_a_rule_that_asks_for_no_losses_needs_none(problem):
+    loader = salience.Loader(problem, 30, epochs=4, select="uniform")
+    assert sum(len(x) for _ in range(4) for x, _ in loader) == 4 * 150
     assert "loader.loss" in loader.report()
+    asks_another = salience.Loader(problem, 30, epochs=4, select="proxy", reference=problem.tensors[0][:, 0].abs())
+    assert sum(len(x) for _ in range(4) for x, _ in asks_another) == 4 * 150
 
 
 def test_a_warm_start_takes_over_what_another_run_learnt(problem, tmp_path):
@@ -432,7 +446,12 @@ def test_a_warm_start_takes_over_what_another_run_learnt(problem, tmp_path):
 
 def test_a_recorded_trace_replays_the_same_batches(problem, tmp_path):
     def ids(loader):
-        return [i.tolist() for _ in range(4) for i, _ in loader]
+        seen = []
+        for _ in range(4):
+            for i, _ in loader:
+                loader.loss(i.float() % 7)
+                seen.append(i.tolist())
+        return seen
 
     recorded = ids(salience.Loader(problem, 32, epochs=4, select="default", trace=tmp_path, with_ids=True))
     replayed = salience.Loader(problem, 32, epochs=4, select=salience.Trace(tmp_path), with_ids=True)

@@ -76,6 +76,11 @@ class Plan:
         return len(self.ids)
 
     @property
+    def all_alike(self) -> bool:
+        """True if every sample is equally important: nothing is known, or nothing was asked."""
+        return self.ranks is None or bool(self.ranks.min() == self.ranks.max())
+
+    @property
     def views(self) -> npt.NDArray[np.uint8]:
         """Which view of its sample each visit is, uint8 [n]; 0 is the first."""
         return self.level >> np.uint8(VIEW_SHIFT)

@@ -32,7 +32,8 @@ def world():
 def exchanged(world, ids, how, *, forced=None, allowed=None, stock=None, age=None):
     importance, label, ages, its, _ = world
     return exchange(
-        ids, importance, stock or its, label=label, age=ages if age is None else age, forced=forced, allowed=allowed, how=how
+        ids, importance, stock or its, label=label, age=ages if age is None else age, forced=forced, allowed=allowed, how=how,
+        rng=np.random.default_rng(0),
     )  # fmt: skip
 
 
@@ -105,7 +106,15 @@ def test_a_store_without_shards_or_classes_is_no_trouble(world):
     objects = dataclasses.replace(stock, shard=np.full(N, -1, np.int32))
     ids = rng.permutation(N)[:800]
     found = exchange(
-        ids, importance, objects, label=np.full(N, -1), age=np.ones(N, int), forced=None, allowed=None, how=Fetching()
+        ids,
+        importance,
+        objects,
+        label=np.full(N, -1),
+        age=np.ones(N, int),
+        forced=None,
+        allowed=None,
+        how=Fetching(),
+        rng=rng,
     )
     assert found.packaged == 0
     assert found.resident > 20

@@ -1,4 +1,4 @@
-"""The framework: exact budgets, filters in order, pure plans, failing plug-ins named and switched off."""
+"""The framework: exact budgets, forced is forced, pure plans, failing plug-ins named and switched off."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from salience.ledger import Ledger
 from salience.select import Clock, Pipeline, Verdict, View, preset
 from salience.select.curves import all_less_all, cosine, step
 from salience.select.filters import age_cap, class_floor, tail
+from salience.select.noise import Judgement
 
 N = 1000
 
@@ -69,7 +70,7 @@ def test_the_suspicious_tail_is_left_out_until_its_age_brings_it_back():
     assert set(worst) <= set(plan(Pipeline(config), ledger, window=8).ids.tolist())
 
 
-def test_filters_apply_in_order():
+def test_forced_is_forced_in_whatever_order_filters_are_written():
     def drop_even(view: View) -> Verdict:
         return Verdict(keep=np.arange(view.n) % 2 == 1, reason="even")
 
@@ -78,10 +79,50 @@ def test_filters_apply_in_order():
 
     def ids(*filters):
         config = SelectConfig(filters=tuple(Use(name=f) for f in filters), keep=Use(name="constant"))
-        return set(plan(Pipeline(config), known()).ids.tolist())
+        return plan(Pipeline(config), known()).ids.tolist()
 
-    assert {0, 1, 2, 3} <= ids(drop_even, force_first)
-    assert not {0, 2} & ids(force_first, drop_even)
+    assert {0, 1, 2, 3} <= set(ids(drop_even, force_first))
+    assert ids(force_first, drop_even) == ids(drop_even, force_first)
+    assert {i for i in ids(force_first, drop_even) if i % 2 == 0} == {0, 2}
+
+
+@pytest.mark.parametrize("order", [("class_floor", "noise"), ("noise", "class_floor")])
+def test_a_class_that_looks_mislabelled_gets_its_floor_and_is_learnt(order):
+    ledger = known()
+    rare = np.arange(N) < 40
+    ledger.label[rare] = 7
+    ledger.last_seen[:] = 2  # by window 5 suspects have waited long enough to be looked at again, with weight 0
+    wrong = np.where(rare, np.float32(0.9), np.float32(0.1))
+    judged = Judgement(
+        wrong=wrong, verdict="wrong labels", rate=0.2, evidence="", spared=np.zeros(N, dtype=bool), firm=True
+    )
+    config = SelectConfig(filters=tuple(Use(name=f) for f in order), keep=Use(name="constant"))
+    made = Pipeline(config, strict=True).plan(ledger, window=5, windows=10, batch_size=10, seed=0, judged=judged)
+    floor = class_floor(View(ledger, Clock(window=5, windows=10))).force & rare
+    assert floor.sum() == 2
+    weight = np.zeros(N)
+    weight[made.ids] = made.weights
+    assert (weight[floor] > 0).all()
+    assert (weight[rare & ~floor] == 0).all()
+    assert {note.name: note.dropped for note in made.notes}["noise"] == 40
+
+
+@pytest.mark.parametrize("label", [np.arange(10_000) % 10, np.arange(10_000) // 1000], ids=["in turn", "sorted"])
+def test_the_floor_of_large_classes_does_not_depend_on_where_they_lie(label):
+    ledger = Ledger(10_000)
+    ledger.label[:] = label
+    forced = [class_floor(View(ledger, Clock(window=w, windows=20)), share=0.05).force for w in range(20)]
+    by_class = np.array([np.bincount(label[force], minlength=10) for force in forced])
+    assert abs(by_class.mean() - 50) < 3
+    assert by_class.min() > 50 - 5 * 7  # binomial, sd 6.9
+    assert (np.sum(forced, axis=0) == 1).all()  # everyone's turn comes once
+
+
+def test_class_numbers_far_above_the_number_of_samples_cost_nothing():
+    ledger = Ledger(1000)
+    ledger.label[:] = np.arange(1000) % 7 * 300_000_000
+    force = class_floor(View(ledger, Clock(window=0, windows=20)), share=0.05).force
+    assert np.bincount(np.arange(1000)[force] % 7, minlength=7).tolist() == [8] * 7
 
 
 def test_the_floor_gives_every_class_its_share_and_every_sample_its_turn():

@@ -12,7 +12,8 @@ from salience.errors import ConfigError
 from salience.ledger import Ledger
 from salience.registry import card_of, catalogue, find
 from salience.select import Candidates, Clock, Pipeline, View
-from salience.select.samplers import inclusion_probabilities, probability, prune_rescale, ratio, systematic, threshold
+from salience.select.drawing import inclusion_probabilities, systematic
+from salience.select.samplers import probability, prune_rescale, ratio, threshold
 from salience.select.weights import loss_weights
 
 N = 200

@@ -21,6 +21,7 @@ import salience
 from salience.batches import EnvelopeCollate, EnvelopeDataset
 from salience.errors import ConfigError, PluginError
 from salience.ledger.statistics import LOGIT_ROWS, finish
+from salience.seeds import TIES, generator
 from salience.signals.scorer import Scorer, stalest
 
 N, B = 120, 20
@@ -68,9 +69,14 @@ def warnings(loader):
 
 def test_the_stalest_of_the_unpicked_come_first():
     last_seen = np.array([3, 0, 2, -1, 1, 0, 3, 2], dtype=np.int32)
-    assert stalest(np.array([3, 6]), last_seen, share=0.5).tolist() == [1, 5, 4]
-    assert stalest(np.arange(8), last_seen).tolist() == []
-    assert stalest(np.array([], dtype=np.int64), np.full(8, 70_000, dtype=np.int32)).tolist() == [0, 1]
+    rng = np.random.default_rng(0)
+    first = {tuple(stalest(np.array([3, 6]), last_seen, rng, share=0.5).tolist()) for _ in range(20)}
+    assert first == {(1, 5, 4), (5, 1, 4)}  # 1 and 5 have waited equally long
+    assert stalest(np.arange(8), last_seen, rng).tolist() == []
+    nothing, late = np.array([], dtype=np.int64), np.full(8, 70_000, dtype=np.int32)
+    asked = np.concatenate([stalest(nothing, late, rng) for _ in range(50)])
+    assert len(asked) == 100
+    assert set(asked.tolist()) == set(range(8))
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +93,7 @@ def scored():
                 before = {name: loader.ledger[name].copy() for name in loader.ledger}
                 weights = {name: value.clone() for name, value in model.state_dict().items()}
                 plan = loader.plan
-                asked = stalest(plan.ids, before["last_seen"])
+                asked = stalest(plan.ids, before["last_seen"], generator(0, TIES, plan.window))
                 wait(scorer, len(asked))
             step(loader, model, x, y)
             with torch.no_grad():  # the user's own step, after the snapshot

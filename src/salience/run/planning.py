@@ -95,6 +95,7 @@ class Planning(Part):
                 batch_size=setup.global_batch, world=setup.world, seed=setup.seed, drop_last=setup.drop_last,
                 steered=self._share, copies=copies, stock=stock,
             )  # fmt: skip
+            self._check_known(ledger, plan)
             if self._even:
                 plan = of_steps(plan, self.steps(window), generator(setup.seed, EVEN, window))
         elif isinstance(self.config, Trace):
@@ -108,6 +109,17 @@ class Planning(Part):
             )  # fmt: skip
         self._left_out = sum(note.dropped for note in plan.notes if note.name == "noise") / setup.n
         return plan
+
+    def _check_known(self, ledger: Ledger, plan: Plan) -> None:
+        """Raise ConfigError where a window after the first would be selected by scores that know nothing."""
+        if plan.window == 0 or self.pipeline is None or not self.pipeline.scores or self._offered is not None:
+            return
+        selects = self._granted(plan.window) < self._size(plan.window)
+        if selects and not (ledger.seen.any() or ledger.bad.any()) and plan.all_alike:
+            raise ConfigError(
+                f"Window {plan.window} selects {len(plan):,} samples by their losses, and none was recorded: call "
+                "loss(losses, logits, targets) for every batch and train on what it returns, or leave out select."
+            )
 
     def _piece_of_shuffle(self, window: int, worker_seed: bool) -> npt.NDArray[np.int64]:
         """Ids of a plain window: the epoch's shuffle, or the next piece of it."""

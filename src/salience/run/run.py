@@ -443,7 +443,7 @@ class Run:
 
 def picked_by_importance(plan: Plan, parts: int = 10) -> list[float] | None:
     """Share of the samples that is visited, by tenths of importance from the least on; None where all are alike."""
-    if plan.ranks is None or plan.ranks.min() == plan.ranks.max():
+    if plan.ranks is None or plan.all_alike:
         return None
     part = np.minimum((plan.ranks.astype(np.float32) * parts).astype(np.int64), parts - 1)
     visited = np.zeros(plan.population, dtype=bool)

@@ -17,6 +17,7 @@ from salience.ledger.embeddings import Embeddings
 from salience.ledger.statistics import LOGIT_ROWS, finish
 from salience.plan import Shard
 from salience.run.part import Batch, Part, Setup, Voice
+from salience.seeds import TIES, generator
 from salience.select.reference import reference_of
 from salience.select.view import Reference
 from salience.signals import Attached
@@ -236,7 +237,8 @@ class Sensing(Part):
             return
         try:
             with self._watch("scorer"):
-                self.scorer.ask(stalest(picked, self._recorder.ledger.last_seen), window=window)
+                rng = generator(self._setup.seed, TIES, window)
+                self.scorer.ask(stalest(picked, self._recorder.ledger.last_seen, rng), window=window)
         except PluginError as cause:
             self._drop_scorer(f"was lost: {cause}", cause)
 

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from salience.ledger.ledger import id_order
+from salience.seeds import TIES, generator
 from salience.select.view import Bools, Floats
 
 MAX_SAMPLES_COUNTED = 500_000
@@ -79,7 +81,7 @@ class Transitions:
 def evidence(label: Labels, vote: Labels, vote_p: npt.NDArray[Any]) -> Evidence:
     """Count how often the averaged predictions contradict the labels; see `Evidence`."""
     some = slice(None, None, max(1, len(label) // MAX_SAMPLES_COUNTED))
-    y, guess, p = label[some], vote[some, 0].astype(np.int64), vote_p[some, 0].astype(np.float32)
+    y, guess, p = label[some], vote[some, 0].astype(np.int64), vote_p[some, 0]
     known = (y >= 0) & (p > 0)
     y, guess, p = y[known].astype(np.int64), guess[known], p[known]
     classes = int(max(label.max(initial=0), vote[:, 0].max(initial=0))) + 1
@@ -120,9 +122,16 @@ def evenness(k: Labels, count: Labels, classes: int) -> float:
     return float(np.clip((total @ entropy) / (total @ most), 0, 1)) if total @ most > 0 else 1.0
 
 
-def surest(guess: npt.NDArray[np.int64], p: Floats, share: float = SURE_SHARE) -> Bools:
-    """The `share` of the predictions of each class with the highest p, at least one per class, bool [n]."""
-    order = np.lexsort((-p, guess))
+def surest(guess: npt.NDArray[np.int64], p: npt.NDArray[Any], share: float = SURE_SHARE) -> Bools:
+    """The `share` of the predictions of each class with the highest p, at least one per class, bool [n].
+
+    p is taken in half precision, as the ledger has it. Many are equal there, above all those near 1: which of them count is
+    left to chance. In the order on disk, where classes are often sorted, labels of other classes would come first.
+    """
+    falling = 0xFFFF - p.astype(np.float16).view(np.uint16)  # bits of positive numbers are in the order of the numbers
+    order = generator(0, TIES).permutation(len(p))
+    order = order[np.argsort(falling[order], kind="stable")]  # 16 bits, which NumPy sorts by radix
+    order = order[id_order(guess[order])]
     ordered = guess[order]
     first = np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))
     sizes = np.diff(np.append(first, len(ordered)))

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from salience.config import Fetching
 from salience.plan import Note
+from salience.select.codes import class_codes
 from salience.select.ranks import rank_normalise
 from salience.select.view import Bools, Floats, Ids, View
 
@@ -77,13 +78,14 @@ def exchange(
     forced: Bools | None,
     allowed: Bools | None,
     how: Fetching,
+    rng: Rng,
 ) -> Exchange:
     """Exchange unimportant samples that would have to be fetched one by one.
 
     Only samples among the least important share 1 - top leave or enter, so that importance decides as before. Samples that
     waited longer than `max_age` windows enter first; then resident samples, the longest waiting first, class by class; then
     samples that lie beside each other. The number of samples per class changes by at most `tolerance` of those exchanged. A
-    sample without a partner stays.
+    sample without a partner stays. Samples that waited equally long come in random order.
     """
     n = len(importance)
     low = importance <= np.float32(1 - how.top)
@@ -95,16 +97,17 @@ def exchange(
     dear = picked & low & ~stock.resident & (age <= how.max_age)
     if forced is not None:
         dear &= ~forced
-    out = np.flatnonzero(dear)
-    classes = np.where(label < 0, 0, label).astype(np.int64)
-    room = np.bincount(classes[out], minlength=int(classes.max(initial=0)) + 1)
+    out = rng.permutation(np.flatnonzero(dear))
+    count, (classes,) = class_codes(label)
+    classes = np.maximum(classes, 0).astype(np.int64)
+    room = np.bincount(classes[out], minlength=max(1, count))
     slack = int(how.tolerance * len(out))
 
-    overdue = _oldest(np.flatnonzero(spare & (age > how.max_age)), age)[: len(out)]
+    overdue = _oldest(np.flatnonzero(spare & (age > how.max_age)), age, rng)[: len(out)]
     room = room - np.bincount(classes[overdue], minlength=len(room))
     spare[overdue] = False
 
-    here = _within(_oldest(np.flatnonzero(spare & stock.resident), age), classes, room, 0)
+    here = _within(_oldest(np.flatnonzero(spare & stock.resident), age, rng), classes, room, 0)
     here = here[: len(out) - len(overdue)]
     room = room - np.bincount(classes[here], minlength=len(room))
     spare[here] = False
@@ -113,7 +116,7 @@ def exchange(
     beside = np.empty(0, dtype=np.int64)
     if left > 0 and len(stock.shard) and (stock.shard >= 0).any():
         pool = (spare & ~stock.resident) | dear
-        beside = _within(_runs(pool, age, stock, left), classes, np.maximum(room, 0), slack)[:left]
+        beside = _within(_runs(pool, age, stock, left, rng), classes, np.maximum(room, 0), slack)[:left]
     stays = np.zeros(n, dtype=bool)
     stays[beside[picked[beside]]] = True  # already picked, and cheap to read
     beside = beside[~picked[beside]]
@@ -151,7 +154,9 @@ def exchange_note(found: Exchange | None, refreshed: int, age: npt.NDArray[Any],
     return Note(name="fetch", dropped=len(found.out), forced=refreshed, reason=reason)
 
 
-def _oldest(ids: Ids, age: npt.NDArray[Any]) -> Ids:
+def _oldest(ids: Ids, age: npt.NDArray[Any], rng: Rng) -> Ids:
+    """The longest waiting first, equal ones in random order."""
+    ids = rng.permutation(ids)
     return ids[np.argsort(-age[ids], kind="stable")]
 
 
@@ -164,8 +169,9 @@ def _within(ids: Ids, classes: Ids, room: npt.NDArray[np.int64], slack: int) -> 
     return ids[np.sort(order[fits])]
 
 
-def _runs(pool: Bools, age: npt.NDArray[Any], stock: Stock, count: int) -> Ids:
-    """At least `count` samples of `pool` in runs of neighbours; runs with the highest sum of ages come first."""
+def _runs(pool: Bools, age: npt.NDArray[Any], stock: Stock, count: int, rng: Rng) -> Ids:
+    """At least `count` samples of `pool` in runs of neighbours; runs with the highest sum of ages come first, equal ones in
+    random order."""
     order = np.lexsort((stock.offset, stock.shard))
     inside = pool[order] & (stock.shard[order] >= 0)
     shard = stock.shard[order]
@@ -175,7 +181,8 @@ def _runs(pool: Bools, age: npt.NDArray[Any], stock: Stock, count: int) -> Ids:
     if not len(ids):
         return ids
     worth = np.bincount(run, weights=np.maximum(age[ids], 1))
-    best = np.argsort(-worth, kind="stable")
+    best = rng.permutation(len(worth))
+    best = best[np.argsort(-worth[best], kind="stable")]
     rank = np.empty(len(best), dtype=np.int64)
     rank[best] = np.arange(len(best))
     order = np.argsort(rank[run], kind="stable")

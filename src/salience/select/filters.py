@@ -6,6 +6,8 @@ import numpy as np
 
 from salience.errors import ConfigError
 from salience.registry import card
+from salience.select.codes import class_codes
+from salience.select.drawing import top
 from salience.select.view import Verdict, View
 
 
@@ -25,20 +27,20 @@ def class_floor(view: View, *, share: float = 0.05) -> Verdict:
     """Forces `share` of every class in turn, so that no class is starved and every sample's turn comes.
 
     The members of a class stand in a circle; each window forces the next ceil(share * size) of them (of classes with
-    more than 20 / share samples: that share to within chance).
+    more than 20 / share samples: that share to within chance, wherever they lie on disk).
     """
     if not 0 < share <= 1:
         raise ConfigError(f"class_floor: share is {share}; it must be above 0 and at most 1.")
-    label = view.label
-    classes = int(label.max()) + 1
+    classes, (label,) = class_codes(view.label)
     if classes < 1:
         return Verdict(reason="no classes are known")
     small = _class_sizes(label, classes) < 20 / share
     small[0] = False  # class -1: not known
     force = np.zeros(view.n, dtype=bool)
-    # Large classes get their share to within chance from every 1/share-th sample, which needs no sorting.
+    # Samples of large classes have their turn at random, once every 1/share windows, which needs no sorting.
     period = max(1, round(1 / share))
-    turn = np.arange(view.clock.window % period, view.n, period)
+    phase = view.rng("class_floor").integers(0, period, view.n, dtype=np.uint8 if period <= 256 else np.uint32)
+    turn = np.flatnonzero(phase == view.clock.window % period)
     force[turn] = ~small[label[turn] + 1] & (label[turn] >= 0)
     if small.any():
         members = np.flatnonzero(small[label + 1])
@@ -73,12 +75,12 @@ def tail(view: View, *, share: float = 0.02) -> Verdict:
     """
     if not 0 <= share < 1:
         raise ConfigError(f"tail: share is {share}; it must be at least 0 and below 1.")
-    known = view.mean_loss[~np.isnan(view.mean_loss)]
-    count = int(share * len(known))
+    unknown = np.isnan(view.mean_loss)
+    count = int(share * (view.n - int(np.count_nonzero(unknown))))
     if count == 0 or view.clock.keep >= 1:
         return Verdict(reason="nothing to leave out")
-    edge = np.partition(known, len(known) - count)[len(known) - count]
-    return Verdict(keep=~(view.mean_loss >= edge), reason=f"highest {share:.1%} of mean loss")
+    highest = top(np.where(unknown, -np.inf, view.mean_loss), count, view.rng("tail", view.clock.window))
+    return Verdict(keep=~highest, reason=f"highest {share:.1%} of mean loss")
 
 
 @card(needs=("reference",), exact=False)
@@ -86,18 +88,19 @@ def coarse(view: View, *, drop: float = 0.3) -> Verdict:
     """Leaves out the `drop` of every class that other models found easiest, in every window.
 
     Of a class with m samples, the floor(drop * m) with the lowest mean rank (`view.hardness`, in 16 bits) are left out; unknown
-    ranks count as hardest and stay. It starts when the classes are known: at once, or when every sample has been seen. Samples
+    ranks count as hardest and stay, and of equal ones any may go, the same in every window. It starts when the classes are known: at once, or when every sample has been seen. Samples
     without a class by then form a class of their own.
     """
     if not 0 <= drop < 1:
         raise ConfigError(f"coarse: drop is {drop}; it must be at least 0 and below 1.")
-    label = view.label
+    classes, (label,) = class_codes(view.label)
     if (view.unseen & (label < 0)).any():
         return Verdict(reason="waits until every sample was seen and its class is known")
-    sizes = np.bincount(label + 1)
+    sizes = _class_sizes(label, classes)
     # By class, the easiest first, unknown ones last. 16 bits, since NumPy sorts those by radix, many times faster.
     rank = np.nan_to_num(view.hardness * 65534, nan=65535).astype(np.uint16)
-    order = np.argsort(rank, kind="stable")
+    order = view.rng("coarse").permutation(view.n)
+    order = order[np.argsort(rank[order], kind="stable")]
     group = (label + 1).astype(np.uint16 if len(sizes) < 2**16 else np.int32)
     order = order[np.argsort(group[order], kind="stable")]
     first = np.repeat(np.cumsum(sizes) - sizes, sizes)

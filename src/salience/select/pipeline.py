@@ -136,7 +136,7 @@ class Pipeline:
         among = members(ledger.n, window, piece, pieces)
         window, windows = window * pieces + piece, windows * pieces
         clock = Clock(window=window, windows=windows, steered=steered, keep=keep)
-        view = View(ledger, clock, self.reference, copies, judged)
+        view = View(ledger, clock, self.reference, copies, judged, seed)
         rng = generator(seed, PLAN, window)
         sifted = self._filter(view) if pieces == 1 else _within(self._filter(view), among, ledger.n)
         batching = self.batching(batch_size, world, drop_last)
@@ -189,7 +189,8 @@ class Pipeline:
         found: Exchange | None = None
         if stock is not None:
             found = exchange(
-                ids, importance, stock, label=view.label, age=view.age, forced=sifted.forced, allowed=sifted.allowed, how=how
+                ids, importance, stock, label=view.label, age=view.age, forced=sifted.forced, allowed=sifted.allowed, how=how,
+                rng=rng,
             )  # fmt: skip
             place = np.full(view.n, -1, dtype=np.int64)
             place[ids] = np.arange(len(ids))
@@ -204,11 +205,12 @@ class Pipeline:
     def _filter(self, view: View) -> Sifted:
         """Which samples may be visited, which must be and which weigh less, and what each filter did.
 
-        Filters apply in order: one that leaves samples out overrules what earlier ones forced, one that forces
-        overrules what earlier ones left out.
+        The order of the filters does not matter: what several leave out adds up, and forced is forced, whoever left it
+        out. A factor of 0 only holds for samples that no filter forces to be learnt.
         """
         allowed: Bools | None = None
         forced: Bools | None = None
+        learnt: Bools | None = None
         factor: Floats | None = None
         noise: float | None = None
         notes: list[Note] = []
@@ -221,9 +223,10 @@ class Pipeline:
             keep, force = verdict.keep, verdict.force
             if keep is not None:
                 allowed = keep if allowed is None else allowed & keep
-                forced = None if forced is None else forced & keep
             if force is not None:
                 forced = force if forced is None else forced | force
+                taught = force if verdict.factor is None else force & (verdict.factor > 0)
+                learnt = taught if learnt is None else learnt | taught
             if verdict.factor is not None:
                 factor = verdict.factor if factor is None else factor * verdict.factor
             if verdict.noise is not None:
@@ -239,6 +242,8 @@ class Pipeline:
         if allowed is not None and not allowed.any():
             self._warn("The filters left out every sample; none of them is applied in this window.")
             allowed = None
+        if factor is not None and learnt is not None:
+            factor = np.where(learnt & (factor == 0), np.float32(1), factor)
         return Sifted(allowed=allowed, forced=forced, factor=factor, noise=noise, notes=tuple(notes))
 
     def _score(self, view: View) -> tuple[Floats, Floats]:

@@ -6,8 +6,9 @@ import numpy as np
 
 from salience.errors import ConfigError
 from salience.registry import card
+from salience.select.drawing import choose, choose_outside, inclusion_probabilities, systematic, top
 from salience.select.noise import certainty
-from salience.select.view import Bools, Candidates, Draw, Floats, Ids
+from salience.select.view import Candidates, Draw, Floats
 
 Rng = np.random.Generator
 
@@ -33,7 +34,7 @@ def ratio(candidates: Candidates, budget: int, rng: Rng, *, explore: float = 0.1
     if candidates.noise is not None and not candidates.noise <= max_noise:
         explore = 1.0
     greedy = budget - round(explore * budget)
-    best = top(candidates.importance, greedy)
+    best = top(candidates.importance, greedy, rng)
     return Draw(positions=np.concatenate((np.flatnonzero(best), choose_outside(rng, best, budget - greedy))))
 
 
@@ -88,7 +89,7 @@ def unsure(
     )
     if doubtful:
         overdue = (view.age[candidates.ids] >= OVERDUE_WINDOWS).astype(np.float32)
-        return Draw(positions=np.flatnonzero(top(overdue + rng.random(len(candidates), dtype=np.float32), budget)))
+        return Draw(positions=np.flatnonzero(top(overdue + rng.random(len(candidates), dtype=np.float32), budget, rng)))
     raw = np.nan_to_num(candidates.raw, nan=1.0)
     inclusion = inclusion_probabilities(np.maximum(raw, floor) ** power, budget)
     positions = systematic(rng, inclusion)
@@ -115,79 +116,6 @@ def prune_rescale(candidates: Candidates, budget: int, rng: Rng, *, drop: float 
     return Draw(positions=np.concatenate((hard, kept)), inclusion=inclusion)
 
 
-def choose(rng: Rng, n: int, count: int) -> Ids:
-    """`count` different positions out of `n`, each set equally likely."""
-    if count >= n:
-        return np.arange(n)
-    return rng.permutation(n)[:count] if 8 * count > n else rng.choice(n, count, replace=False, shuffle=False)
-
-
-def choose_outside(rng: Rng, taken: Bools, count: int) -> Ids:
-    """`count` different positions that are not `taken`, each set equally likely."""
-    rest = len(taken) - int(np.count_nonzero(taken))
-    if 4 * count < rest:  # a few out of many: toss for each, a little too often, and put the surplus back
-        share = count / rest
-        share += 5 * np.sqrt(share / rest) + 5 / rest
-        found = np.flatnonzero((rng.random(len(taken), dtype=np.float32) < share) & ~taken)
-        if len(found) >= count:
-            return np.delete(found, choose(rng, len(found), len(found) - count))
-    free = np.flatnonzero(~taken)
-    return free[choose(rng, len(free), count)]
-
-
-def top(importance: Floats, count: int) -> Bools:
-    """A mask of the `count` largest values."""
-    mask = np.zeros(len(importance), dtype=bool)
-    if count >= len(importance):
-        mask[:] = True
-    elif count > 0:
-        edge = np.partition(importance, len(importance) - count)[len(importance) - count]
-        mask = importance > edge
-        ties = np.flatnonzero(importance == edge)
-        mask[ties[: count - int(np.count_nonzero(mask))]] = True
-    return mask
-
-
-def inclusion_probabilities(size: np.ndarray, budget: int) -> np.ndarray:
-    """p_i = min(1, c * size_i) with c such that they add up to `budget`, float64 [M]."""
-    n = len(size)
-    if budget >= n:
-        return np.ones(n)
-    p = np.asarray(size, dtype=np.float64)
-    if not p.sum() > 0:
-        return np.full(n, budget / n)
-    p = p * (budget / p.sum())
-    certain = np.zeros(n, dtype=bool)
-    while (over := (p >= 1) & ~certain).any():  # each round makes at least one more certain; a few are enough
-        certain |= over
-        left = budget - np.count_nonzero(certain)
-        p[certain] = 1.0
-        rest = p[~certain].sum()
-        if rest <= 0:
-            p[~certain] = left / max(1, n - np.count_nonzero(certain))
-            break
-        p[~certain] *= left / rest
-    return np.minimum(p, 1.0)
-
-
-def systematic(rng: Rng, inclusion: np.ndarray) -> Ids:
-    """Positions drawn with exactly the given probabilities, as many as they add up to (Madow 1949), in random order.
-
-    The probabilities are laid end to end in random order, and every unit mark from a random start picks
-    the sample it falls on.
-    """
-    order = rng.permutation(len(inclusion))
-    edges = np.cumsum(inclusion[order])
-    total = round(float(edges[-1]))
-    edges *= total / edges[-1]
-    marks = rng.random() + np.arange(total)
-    picks = np.minimum(np.searchsorted(edges, marks, side="right"), len(order) - 1)
-    double = np.flatnonzero(picks[1:] == picks[:-1]) + 1
-    if len(double):  # rounding let two marks fall on a certain sample: take others in their place
-        picks[double] = np.setdiff1d(np.arange(len(order)), picks)[: len(double)]
-    return order[picks]
-
-
 @card(needs=("confidence",), exact=False)
 def hide(candidates: Candidates, budget: int, rng: Rng, *, confidence: float = 0.7) -> Draw:
     """KAKURENBO: hides the lowest losses that fit the budget, but only those predicted right with confidence.
@@ -196,7 +124,7 @@ def hide(candidates: Candidates, budget: int, rng: Rng, *, confidence: float = 0
     was less sure of than `confidence` move back. The rule adds that the learning rate rises by n / drawn.
     """
     view, raw = candidates.view, candidates.raw
-    lowest = ~top(np.where(np.isnan(raw), np.inf, raw).astype(np.float32), budget)
+    lowest = ~top(np.where(np.isnan(raw), np.inf, raw).astype(np.float32), budget, rng)
     ids = candidates.ids
     sure = (view.guess[ids] == view.label[ids]) & (view.confidence[ids] >= confidence)
     return Draw(positions=np.flatnonzero(~(lowest & sure)))
@@ -234,7 +162,8 @@ def slide(candidates: Candidates, budget: int, rng: Rng, *, begin: float = 0.0, 
     t = min(1.0, max(0.0, (candidates.view.clock.time - begin) / (until - begin)))
     first = round((len(candidates) - budget) * t)
     last = first + budget - 1
-    return Draw(positions=np.argpartition(candidates.importance, (first, last))[first : last + 1])
+    mixed = rng.permutation(len(candidates))  # so that equal ranks are cut at random
+    return Draw(positions=mixed[np.argpartition(candidates.importance[mixed], (first, last))[first : last + 1]])
 
 
 def _kmeans_1d(values: Floats, groups: int, rounds: int = 10) -> np.ndarray:

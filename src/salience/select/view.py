@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ import numpy.typing as npt
 from salience.errors import ConfigError
 from salience.ledger import COLUMNS, Ledger
 from salience.ledger.copies import Copies
+from salience.seeds import TIES, generator
 
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
@@ -64,8 +66,10 @@ class View:
         reference: Reference | None = None,
         copies: Copies | None = None,
         judged: Any = None,
+        seed: int = 0,
     ) -> None:
         self.n = ledger.n
+        self._seed = seed
         self.copies = copies
         """Which samples are copies of each other; None if they were not searched for."""
         self.judged = judged
@@ -73,6 +77,10 @@ class View:
         self.clock = clock
         self._ledger = ledger
         self._reference = reference
+
+    def rng(self, purpose: str, *path: int) -> np.random.Generator:
+        """Random numbers for breaking ties, the same for every view of this run with the same purpose and path."""
+        return generator(self._seed, TIES, zlib.crc32(purpose.encode()), *path)
 
     @property
     def vote(self) -> npt.NDArray[np.int32]:

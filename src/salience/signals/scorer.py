@@ -38,11 +38,13 @@ SECONDS_WITHOUT_SCORE = 300.0
 """Seconds without a single score after which the scorer is given up."""
 
 
-def stalest(picked: Ids, last_seen: npt.NDArray[np.int32], *, share: float = MAX_REFRESH_SHARE) -> Ids:
-    """Of the samples that are not `picked`, the `share` not seen for longest, longest first, int64."""
+def stalest(
+    picked: Ids, last_seen: npt.NDArray[np.int32], rng: np.random.Generator, *, share: float = MAX_REFRESH_SHARE
+) -> Ids:
+    """Of the samples that are not `picked`, the `share` not seen for longest, longest first, equal ones at random, int64."""
     rest = np.ones(len(last_seen), dtype=bool)
     rest[picked] = False
-    ids = np.flatnonzero(rest)
+    ids = rng.permutation(np.flatnonzero(rest))
     # 16 bits, since NumPy sorts those by radix, many times faster.
     waited = np.argsort(np.minimum(last_seen[ids] + 1, 65535).astype(np.uint16), kind="stable")
     return ids[waited[: math.ceil(share * len(ids))]]
