@@ -331,6 +331,14 @@ def test_what_cannot_be_is_said_when_the_loader_is_made(tmp_path, problem):
         salience.Loader(problem, 4, cache="1GiB")
 
 
+def test_an_index_of_samples_larger_than_the_machine_is_refused_before_memory_is_asked_for(tmp_path):
+    files = on_disk(tmp_path, objects(8))
+    index = salience.Source(files).index
+    source = salience.Source(files, index=replace(index, size=np.array([100, *[1 << 45] * 7])))
+    with pytest.raises(ConfigError, match="Make the batches smaller, or the index again"):
+        make(source, cache="1MiB")
+
+
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
 def test_after_a_window_broken_off_the_next_ones_are_whole(options):
     files = objects()

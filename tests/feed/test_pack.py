@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -236,6 +238,30 @@ def test_text_alone_is_data_and_beside_an_image_it_travels():
         ["a/1.jpg", "a/1.json"], ["a/1.png"], ["a/2.txt", "a/2.json"],
     ]  # fmt: skip
     assert ([sample.key for sample in samples], classes) == (["a/1", "a/1-2", "a/2"], ("a",))
+
+
+def test_the_index_has_the_mode_of_its_shards(folder: Path, tmp_path: Path):
+    code = (
+        "import os, sys; from salience.feed.pack import PackSettings, pack\n"
+        "os.umask(0o027); pack(sys.argv[1], sys.argv[2], PackSettings(shard_size=8192))"
+    )
+    subprocess.run([sys.executable, "-c", code, str(folder), str(tmp_path / "out")], check=True)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out").iterdir()}
+    assert {FILE, "pack.json", "shard-000000.tar"} < set(modes)
+    assert set(modes.values()) == {"0o640"}
+
+
+@pytest.mark.parametrize("name", ["pack.json.part", "shard-000000.tar.part", "shard-000000.check.part"])
+def test_a_link_that_lies_in_the_way_is_not_written_through(name: str, folder: Path, tmp_path: Path):
+    pack(folder, tmp_path / "out", SMALL)
+    for path in (tmp_path / "out").iterdir():
+        if not (name.startswith("shard") and path.name == "pack.json"):
+            path.unlink()
+    write(tmp_path / "elsewhere", b"precious")
+    (tmp_path / "out" / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match="cannot be written"):
+        pack(folder, tmp_path / "out", SMALL)
+    assert (tmp_path / "elsewhere").read_bytes() == b"precious"
 
 
 # ---------------------------------------------------------------- shards of others

@@ -19,7 +19,7 @@ from salience.feed.reads import Broken, Counts
 from salience.feed.schedule import FeedWindow, Limits, in_order
 from salience.feed.shared import BROKEN, SERIAL_SHIFT, WHOLE, Shared, shared_bytes
 from salience.feed.simulate import rival_bytes
-from salience.feed.sizes import size
+from salience.feed.sizes import memory_bytes, size
 from salience.feed.source import Source
 from salience.feed.tiers import open_tiers
 from salience.memory import fence, node_memory
@@ -256,6 +256,12 @@ def _limits(source: Source, budget: int, batch_size: int, workers: int, ranks: i
     count = min(batch_size, len(sizes))
     largest = int(np.partition(sizes, len(sizes) - count)[len(sizes) - count :].sum()) if count else 0
     least = int((workers + 2) * count * mean) * ranks
+    memory = memory_bytes()
+    if memory is not None and least + largest * ranks > memory:
+        raise ConfigError(
+            f"Batches of {count:,} samples take up to {largest:,} bytes by the index and are read ahead of {workers} workers; "
+            f"this machine has {memory:,} bytes of memory. Make the batches smaller, or the index again."
+        )
     most = max(2 * least, MIN_READ_AHEAD_BYTES)
     along = most // 4
     grains = 128 * 2 * (count * (workers + 2) * ranks + len(sizes))
