@@ -228,21 +228,27 @@ class Recording(Part):
             plain = visits is not None and visits.no_doubles
             self._record(batch, losses, logits, targets, number=batch.number if plain else None)
         else:
+            stand_ins = None if visits is None else visits.stand_ins.get(batch.number)
+            if stand_ins:
+                kept = kept[~torch.isin(kept, torch.tensor(stand_ins, device=kept.device))]
             self.recorder.trained(batch.ids, kept, window=batch.window)
 
     def _record(self, batch: Batch, losses: Tensor, logits: Tensor | None, targets: Tensor | None, **more: Any) -> None:
-        """Of several views of a sample the first alone is recorded, so that they count as one sample."""
+        """Leave out what a stand-in for a broken sample shows, and all views of a sample but the first: it counts once."""
         ids, hint, visits = batch.ids, batch.hint, self._visits(batch)
-        if visits is not None and not visits.no_doubles:
-            first = np.flatnonzero(visits.shard.plan.views[visits.shard.span(batch.number)] == 0)
-            if not len(first):
-                return
-            if len(first) < len(ids):
-                ids, positions = ids[first], torch.from_numpy(first)
-                losses = losses[positions.to(losses.device)]
-                logits, targets, hint = (
-                    None if part is None else part[positions.to(part.device)] for part in (logits, targets, hint)
-                )
+        counts = np.ones(len(ids), dtype=bool)
+        if visits is not None:
+            counts[visits.stand_ins.get(batch.number, [])] = False
+            if not visits.no_doubles:
+                counts &= visits.shard.plan.views[visits.shard.span(batch.number)] == 0
+        if not counts.any():
+            return
+        if not counts.all():
+            ids, positions = ids[counts], torch.from_numpy(np.flatnonzero(counts))
+            losses = losses[positions.to(losses.device)]
+            logits, targets, hint = (
+                None if part is None else part[positions.to(part.device)] for part in (logits, targets, hint)
+            )
         self.recorder.record(ids, losses, logits, targets, window=batch.window, hint=hint, **more)
 
     def weighted_mean(
