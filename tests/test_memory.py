@@ -97,6 +97,11 @@ def test_a_named_file_is_removed_when_its_process_ends_and_not_by_a_fork_of_it(t
     assert os.listdir(tmp_path) == []
 
 
+def test_memory_without_a_name_is_for_its_owner_alone():
+    memory = Memory(64)
+    assert os.stat(memory.token.path).st_mode & 0o777 == 0o600
+
+
 def test_a_link_is_not_followed(tmp_path):
     (tmp_path / "data").write_bytes(bytes(4096))
     (tmp_path / "link").symlink_to(tmp_path / "data")

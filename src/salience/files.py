@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import math
 import os
+import re
 import secrets
 import zipfile
 from collections.abc import Generator, Mapping
@@ -14,6 +17,15 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from salience.errors import StateError
+
+MAX_NPY_HEADER_BYTES = 512
+"""Bytes at the start of an array in which its header must end."""
+NPY_HEADER = re.compile(
+    rb"\x93NUMPY\x01\x00..\{'descr': '(?P<type>[<|][biufU]\d{1,4})', 'fortran_order': (?:False|True), "
+    rb"'shape': \((?P<shape>[0-9, ]*)\), \} *\n",
+    re.DOTALL,
+)
+"""The header that `np.savez` writes for an array of numbers or text."""
 
 
 @contextmanager
@@ -62,19 +74,44 @@ def write_npz(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
         np.savez(file, allow_pickle=False, **arrays)  # pyright: ignore[reportArgumentType]
 
 
-def read_npz(path: str | Path, wanted: str, what: str) -> dict[str, Any]:
-    """All arrays of a file that `write_npz` wrote with format `wanted`; never unpickles."""
+def read_npz(path: str | Path, wanted: str, what: str, data: bytes | None = None) -> dict[str, Any]:
+    """All arrays of a file that `write_npz` wrote with format `wanted`; never unpickles.
+
+    Whatever the file says, no more memory is asked for than it has bytes. `data` are its contents where they have been read
+    already; then `path` only names it.
+    """
     try:
-        with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
+        with Path(path).open("rb") if data is None else io.BytesIO(data) as opened, zipfile.ZipFile(opened) as file:
+            entries = file.infolist()
+            if sum(entry.file_size for entry in entries) > opened.seek(0, os.SEEK_END):
+                raise ValueError("its arrays are larger than the file")
+            arrays = {entry.filename.removesuffix(".npy"): _read_array(file, entry) for entry in entries}
+            found = str(arrays.pop("format", "nothing"))
     except FileNotFoundError as cause:
         raise StateError(f"There is no {what} at {str(path)!r}.") from cause
-    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as cause:
+    except MemoryError:
+        raise
+    except Exception as cause:  # zipfile and numpy raise many things when they are fed a damaged file
         raise StateError(f"{str(path)!r} is damaged or not a {what}: {cause}.") from cause
-    found = str(arrays.pop("format", "nothing"))
     if found != wanted:
         raise StateError(f"{str(path)!r} is not a {what}: its format is {found!r}, wanted {wanted!r}.")
     return arrays
+
+
+def _read_array(file: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
+    """One array, after a look at its header: numpy would ask for as much memory as that says, and evaluate it."""
+    if entry.compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"{entry.filename!r} is compressed")
+    with file.open(entry) as member:
+        start = member.read(MAX_NPY_HEADER_BYTES)
+        header = NPY_HEADER.match(start)
+        if header is None:
+            raise ValueError(f"{entry.filename!r} is not a plain array")
+        count = math.prod(int(part) for part in header["shape"].split(b",") if part.strip())
+        if header.end() + count * np.dtype(header["type"].decode()).itemsize != entry.file_size:
+            raise ValueError(f"{entry.filename!r} does not have as many bytes as its shape says")
+    with file.open(entry) as member:
+        return np.lib.format.read_array(member, allow_pickle=False)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -133,11 +133,13 @@ def _whole(size: int) -> int:
 
 
 def _anonymous() -> tuple[int, None] | None:
-    """None where the system has no anonymous memory files, or forbids them."""
+    """A file without a name, for its owner alone; None where the system has none, or forbids them."""
     try:
-        return os.memfd_create("salience"), None
+        fd = os.memfd_create("salience")
     except (AttributeError, OSError):
         return None
+    os.fchmod(fd, 0o600)
+    return fd, None
 
 
 def _named(folder: Path) -> tuple[int, str]:

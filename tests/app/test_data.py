@@ -80,6 +80,33 @@ def test_a_source_has_the_same_classes(tmp_path: Path, as_tar: bool):
     assert salience.Source(data).classes == open_split(data).classes == ("ant", "cat", "dog")
 
 
+@pytest.mark.parametrize(
+    ("names", "classes"),
+    [
+        (("cat/x/1.png", "cat/x/2.png", "dog/x/3.png", "dog/x/4.png"), ("cat", "dog")),
+        (("cat/x/1.png", "cat/x/2.png", "cat/y/3.png", "cat/y/4.png"), ("x", "y")),
+        (("cat/x/1.png", "cat/x/2.png", "cat/3.png", "dog/4.png", "dog/5.png"), ("cat", "dog")),
+        (("a/b/x/1.png", "a/b/x/2.png", "a/c/x/3.png", "a/c/x/4.png"), ("b", "c")),
+    ],
+)
+def test_train_source_and_pack_find_the_same_classes_in_a_folder(tmp_path: Path, names, classes):
+    pytest.importorskip("xxhash")
+    from salience.feed.pack import PackSettings, pack
+
+    root = make(tmp_path / "data", *names)
+    index = pack(root, tmp_path / "shards", PackSettings())
+    found = {}
+    for door, source in (("source", salience.Source(root)), ("pack", salience.Source(tmp_path / "shards"))):
+        found[door] = {source.names[i]: source.classes[k] for i, k in enumerate(source.labels.tolist())}
+    assert index.classes == classes
+    assert sorted(set(found["source"].values())) == list(classes)
+    assert found["source"] == found["pack"]
+    for data in (root, tmp_path / "shards"):
+        split = open_split(str(data))
+        assert split.classes == classes
+        assert [split.classes[k] for k in split.labels] == [found["source"][split.names[i]] for i in range(len(split))]
+
+
 def test_files_that_are_no_images_are_left_out(tmp_path: Path):
     root = make(tmp_path / "data", *PLAIN, "README.md", "dog/notes.txt", "docs/x.txt", ".git/x.png")
     split = open_split(str(root))

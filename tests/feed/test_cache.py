@@ -26,6 +26,8 @@ import salience
 from salience.errors import ConfigError, DataError, StoreError
 from salience.feed import cache as cached
 from salience.feed.cache import Handle
+from salience.feed.pack import PackSettings, pack
+from salience.feed.ranges import feeder_gap
 from salience.feed.shared import SERIAL_SHIFT, WHOLE, Shared
 from salience.feed.simulate import Lru, NeverEvict, fetched
 from salience.feed.sizes import size
@@ -235,6 +237,32 @@ def test_a_report_compares_with_other_caches_where_there_is_a_trace(tmp_path):
     assert "lru_bytes" not in feed_events(plain)[-1]["cache"]
 
 
+@pytest.mark.parametrize("select", [None, "default"])
+def test_what_was_sent_and_what_would_have_been_sent_are_the_bytes_a_server_counts(tmp_path, select):
+    """Of 4 kB each, with labels: what a tar puts between them is more than a third of that."""
+    on_disk(tmp_path / "set", objects(800, 4096, 4096))
+    pack(tmp_path / "set", tmp_path / "out", PackSettings(shard_size=1 << 20))
+    with Server({path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}) as server:
+        sent: dict[float | None, int] = {}
+        for share in (None, 0.0, 0.25):
+            source = unhurried(salience.Source(server.url))
+            loader = make(source, 32, epochs=3, select=select, cache=None if share is None else share_of(source, share))
+            before = server.bytes
+            go(loader, 3)
+            sent[share] = server.bytes - before
+            if share is not None:
+                counts, report = feed_events(loader)[-1]["cache"], loader.report()
+                assert counts["bytes_sent"] == sent[share] <= sent[None]
+                assert counts["plain_bytes"] == sent[None]
+                assert f"sent {size(sent[share])}; without a cache it would have sent {size(sent[None])}." in report
+        assert sent[0.25] < sent[0.0]
+
+
+@pytest.mark.parametrize(("mean", "gap"), [(0, 2048), (300, 2048), (4096, 2048), (6000, 3000), (115_000, 4096)])
+def test_a_feeder_reads_over_headers_and_over_no_sample(mean, gap):
+    assert feeder_gap(mean) == gap
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_with_each_sample_once_a_window_the_hit_rate_is_the_caches_share(workers):
     with Server(objects(low=500, high=500)) as server:
@@ -329,6 +357,14 @@ def test_what_cannot_be_is_said_when_the_loader_is_made(tmp_path, problem):
             make(source, **options)
     with pytest.raises(ConfigError, match=r"for a salience\.Source"):
         salience.Loader(problem, 4, cache="1GiB")
+
+
+def test_an_index_of_samples_larger_than_the_machine_is_refused_before_memory_is_asked_for(tmp_path):
+    files = on_disk(tmp_path, objects(8))
+    index = salience.Source(files).index
+    source = salience.Source(files, index=replace(index, size=np.array([100, *[1 << 45] * 7])))
+    with pytest.raises(ConfigError, match="Make the batches smaller, or the index again"):
+        make(source, cache="1MiB")
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])

@@ -13,7 +13,7 @@ from salience.feed.policy import Planned
 from salience.feed.schedule import FeedWindow, Limits, Schedule, Staged, horizon, in_order
 
 N, SIZE = 24, 100
-LIMITS = Limits(least=0, most=10**9, along=0)
+LIMITS = Limits(least=0, most=10**9, along=0, gap=0, plain_gap=0)
 NOBODY = np.full(2, -1, dtype=np.int64)
 
 
@@ -130,7 +130,7 @@ def made(
     sizes = np.full(N, SIZE, dtype=np.int64)
     room = Bytes(memory, sizes)
     index = objects(sizes, shards)
-    return Schedule(index, lambda: Planned(budget, sizes), room, limits, budget=budget, ranks=ranks, gap=0), room
+    return Schedule(index, lambda: Planned(budget, sizes), room, limits, budget=budget, ranks=ranks), room
 
 
 def nothing_asked(schedule: Schedule, ahead: int = 10**9) -> Staged | None:
@@ -229,7 +229,7 @@ def test_a_batch_of_which_no_bytes_are_wanted_is_ready_at_once():
 
 
 def test_neighbours_that_are_wanted_later_come_with_the_same_request():
-    schedule, room = made(shards=True, limits=Limits(least=0, most=10**9, along=3 * SIZE))
+    schedule, room = made(shards=True, limits=Limits(least=0, most=10**9, along=3 * SIZE, gap=0, plain_gap=0))
     begin(schedule, window([[5], [6, 9], [4, 7]]))
     first = nothing_asked(schedule)
     assert first is not None
@@ -306,7 +306,7 @@ def test_the_bound_is_what_was_never_seen_and_what_no_cache_could_hold():
 
 
 def test_the_horizon_is_what_is_under_way_within_limits():
-    limits = Limits(least=1000, most=5000, along=0)
+    limits = Limits(least=1000, most=5000, along=0, gap=0, plain_gap=0)
     assert horizon(0.0, 0.0, limits) == 1000
     assert horizon(1e4, 0.05, limits) == 2000
     assert horizon(1e9, 1.0, limits) == 5000

@@ -106,4 +106,4 @@ def test_shards_over_http_with_workers(folder):
         )  # of a request that was doubled, the answer that came too late is not counted
         assert stats.bytes_sent <= server.bytes - sent
         assert stats.bytes_sent == server.bytes - sent or stats.hedged
-        assert "the store sent" in loader.report()
+        assert "The store sent" in loader.report()

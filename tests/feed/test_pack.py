@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -238,6 +240,30 @@ def test_text_alone_is_data_and_beside_an_image_it_travels():
     assert ([sample.key for sample in samples], classes) == (["a/1", "a/1-2", "a/2"], ("a",))
 
 
+def test_the_index_has_the_mode_of_its_shards(folder: Path, tmp_path: Path):
+    code = (
+        "import os, sys; from salience.feed.pack import PackSettings, pack\n"
+        "os.umask(0o027); pack(sys.argv[1], sys.argv[2], PackSettings(shard_size=8192))"
+    )
+    subprocess.run([sys.executable, "-c", code, str(folder), str(tmp_path / "out")], check=True)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out").iterdir()}
+    assert {FILE, "pack.json", "shard-000000.tar"} < set(modes)
+    assert set(modes.values()) == {"0o640"}
+
+
+@pytest.mark.parametrize("name", ["pack.json.part", "shard-000000.tar.part", "shard-000000.check.part"])
+def test_a_link_that_lies_in_the_way_is_not_written_through(name: str, folder: Path, tmp_path: Path):
+    pack(folder, tmp_path / "out", SMALL)
+    for path in (tmp_path / "out").iterdir():
+        if not (name.startswith("shard") and path.name == "pack.json"):
+            path.unlink()
+    write(tmp_path / "elsewhere", b"precious")
+    (tmp_path / "out" / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match="cannot be written"):
+        pack(folder, tmp_path / "out", SMALL)
+    assert (tmp_path / "elsewhere").read_bytes() == b"precious"
+
+
 # ---------------------------------------------------------------- shards of others
 
 
@@ -348,6 +374,65 @@ def test_compressed_cut_off_damaged_and_missing_tars_are_one_sentence_each(tmp_p
     refused(r"x\.tar cannot be read: No such file", "x.tar", None)
 
 
+def with_checksum(block: bytes) -> bytes:
+    """A header whose checksum fits, whatever its fields say."""
+    return block[:148] + b"%06o\0 " % (sum(block[:148]) + sum(block[156:]) + 8 * ord(" ")) + block[156:]
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        b"-0000001000\0",
+        b"-0000000001\0",
+        b"+0000000001\0",
+        b"0000_000001\0",
+        b"0o000000001\0",
+        b"\xff" * 12,
+        b"\x80" + b"\xff" * 11,
+    ],
+)
+@pytest.mark.parametrize("kind", [b"0", b"L", b"x"])
+def test_a_size_that_no_member_can_have_is_damage(size: bytes, kind: bytes, tmp_path: Path):
+    head = header("a/2.jpg", 0)
+    wrong = with_checksum(head[:124] + size + head[136:156] + kind + head[157:])
+    (tmp_path / "x.tar").write_bytes(header("a/1.jpg", 4) + b"data".ljust(512, b"\0") + wrong + TAR_END)
+    with pytest.raises(DataError, match=r"no header at byte 1,024|is cut off"):
+        index_shards(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        b"5012 size=" + b"9" * 5000 + b"\n",
+        b"1" * 5000 + b" size=1\n",
+        b"9999999 size=1\n",
+        b"0 size=1\n",
+        b"-9 size=1\n",
+        b"11 size=-1\n",
+        b"no record",
+        b" 8 size=1\n",
+    ],
+    ids=lambda records: records[:12].decode(),
+)
+def test_a_pax_header_that_makes_no_sense_is_damage(records: bytes, tmp_path: Path):
+    extra = tarfile.TarInfo("x")
+    extra.type, extra.size = tarfile.XHDTYPE, len(records)
+    data = extra.tobuf() + records.ljust(padded(len(records)), b"\0") + header("a/1.jpg", 0) + TAR_END
+    (tmp_path / "x.tar").write_bytes(data)
+    with pytest.raises(DataError, match="no header at byte 0"):
+        index_shards(tmp_path)
+
+
+def test_a_pax_header_of_many_records_is_read_once_and_only_what_counts_is_kept(tmp_path: Path):
+    records = b"7 a=bc\n" * 149_000 + b"10 size=4\n"
+    extra = tarfile.TarInfo("x")
+    extra.type, extra.size = tarfile.XHDTYPE, len(records)
+    data = extra.tobuf() + records.ljust(padded(len(records)), b"\0") + header("a/1.jpg", 0) + b"data".ljust(512, b"\0")
+    (tmp_path / "x.tar").write_bytes(data + TAR_END)
+    index, _ = index_shards(tmp_path)
+    assert data_of(tmp_path, index, 0) == b"data"
+
+
 # ---------------------------------------------------------------- checking
 
 
@@ -364,6 +449,6 @@ def test_a_check_finds_flipped_bytes_lost_shards_and_other_sizes(folder: Path, t
         shard.write(b"x")
     _, problems = check(out)
     assert len(problems) == 3
-    assert problems[0] == f"{index.path(i)}: {index.names[i]} has other bytes than its checksum says."
+    assert problems[0] == f"{index.path(i)}: {index.names[i]!r} has other bytes than its checksum says."
     assert problems[1] == "shard-000003.tar is missing."
     assert "the index says" in problems[2]

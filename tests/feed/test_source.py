@@ -315,6 +315,49 @@ def test_a_broken_sample_is_stood_in_for_by_its_class_with_weight_0(shard_folder
     assert "'0030.bin': its bytes do not have the checksum" in loader.report()
 
 
+@pytest.mark.parametrize(
+    ("source_options", "options"),
+    [
+        ({}, {}),
+        ({"cache": "1MiB"}, {}),
+        ({"cache": "1MiB", "views": True}, {"num_workers": 1}),
+        ({}, {"augment": [salience.Stage(torch.clone, random=False)], "treat": "echo"}),
+        ({}, {"select": "selective_backprop"}),
+    ],
+    ids=["plain", "cache", "views", "echo", "picked"],
+)
+def test_what_a_stand_in_shows_is_not_recorded_under_the_broken_id(shard_folder, source_options, options):
+    spoil(shard_folder, 30)
+    source = salience.Source(shard_folder, decode=decode, max_broken=0.1, **source_options)
+    loader = salience.Loader(source, 20, epochs=3, **options)
+    model = make_model()
+    for _ in range(3):
+        for x, y in loader:
+            logits = model(x)
+            loader.loss(F.cross_entropy(logits, y, reduction="none"), logits, y).backward()
+    ledger = loader.ledger
+    assert (ledger.seen[30], ledger.trained[30], ledger.right[30]) == (0, 0, 0)
+    assert np.isnan(ledger.mean_loss[30])
+    assert ledger.label[30] == 30 % 4  # from the index
+    others = np.arange(N) != 30
+    assert ledger.seen[others].sum() > 2 * N
+
+
+def test_a_stand_in_is_no_near_copy_and_teaches_the_proxy_nothing(shard_folder):
+    spoil(shard_folder, 30)
+    loader = salience.Loader(salience.Source(shard_folder, decode=decode, max_broken=0.1), N, epochs=2)
+    model, proxy = make_model(), make_model()
+    loader.attach(model, proxy=proxy)
+    for x, y in loader:
+        logits = model(x)
+        loader.loss(F.cross_entropy(logits, y, reduction="none"), logits, y).backward()
+    next(iter(loader))
+    losses = loader._run.sensing.proxy.losses
+    assert np.isnan(losses[30])
+    assert np.isfinite(np.delete(losses, 30)).all()
+    assert np.isnan(loader.ledger.grad_norm[30])
+
+
 def test_undecodable_samples_count_as_broken(shard_folder):
     def picky(data: bytes) -> torch.Tensor:
         if data == vector(7):

@@ -141,7 +141,7 @@ def test_a_cache_is_told_by_its_own_counts(tmp_path):
     assert story.feed["cache_bound_bytes"] == counts["cache"]["bound_bytes"] > 0
     assert [one.id for one in story.broken] == [0]
     text = page(story)
-    for key in ("bytes", "lru_bytes", "never_evict_bytes", "bytes_sent", "bound_bytes"):
+    for key in ("bytes", "lru_bytes", "never_evict_bytes", "bytes_used", "bound_bytes"):
         assert size(counts["cache"][key]) in text
     assert "c0/00.bin" in text
 

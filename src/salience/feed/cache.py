@@ -15,11 +15,12 @@ from salience.feed.disk import parse_disk
 from salience.feed.options import checked_budget
 from salience.feed.policy import Ids, OpenPolicy
 from salience.feed.process import Job, Process
+from salience.feed.ranges import feeder_gap
 from salience.feed.reads import Broken, Counts
 from salience.feed.schedule import FeedWindow, Limits, in_order
 from salience.feed.shared import BROKEN, SERIAL_SHIFT, WHOLE, Shared, shared_bytes
 from salience.feed.simulate import rival_bytes
-from salience.feed.sizes import size
+from salience.feed.sizes import memory_bytes, size
 from salience.feed.source import Source
 from salience.feed.tiers import open_tiers
 from salience.memory import fence, node_memory
@@ -256,12 +257,20 @@ def _limits(source: Source, budget: int, batch_size: int, workers: int, ranks: i
     count = min(batch_size, len(sizes))
     largest = int(np.partition(sizes, len(sizes) - count)[len(sizes) - count :].sum()) if count else 0
     least = int((workers + 2) * count * mean) * ranks
+    memory = memory_bytes()
+    if memory is not None and least + largest * ranks > memory:
+        raise ConfigError(
+            f"Batches of {count:,} samples take up to {largest:,} bytes by the index and are read ahead of {workers} workers; "
+            f"this machine has {memory:,} bytes of memory. Make the batches smaller, or the index again."
+        )
     most = max(2 * least, MIN_READ_AHEAD_BYTES)
     along = most // 4
     grains = 128 * 2 * (count * (workers + 2) * ranks + len(sizes))
     total = budget + budget // 16 + most + largest * ranks + along + grains
     whole = int(sizes.sum()) + grains + largest * ranks
-    return Limits(least=least, most=most, along=along), min(total, 2 * whole)
+    gap = source.reader.gap
+    limits = Limits(least=least, most=most, along=along, gap=min(gap, feeder_gap(mean)), plain_gap=gap)
+    return limits, min(total, 2 * whole)
 
 
 def _shared(ranks: Ranks | None, n: int, on_node: int, capacity: int) -> Shared:
@@ -274,21 +283,20 @@ def _shared(ranks: Ranks | None, n: int, on_node: int, capacity: int) -> Shared:
 
 
 def cache_summary(counts: Mapping[str, int], budget: int) -> str:
-    """What a cache did, in words: bytes the store sent against other caches, as far as `counts` has them."""
-    wanted, sent = counts["bytes"], counts["bytes_used"]
-    others = f"Without a cache it would have sent {size(wanted)}"
+    """What a cache did, in words: what the store sent, and which samples that were, each against other caches."""
+    rivals = ""
     if "lru_bytes" in counts:
-        others += (
-            f", with LRU {size(counts['lru_bytes'])}, with one that never evicts {size(counts['never_evict_bytes'])}"
+        rivals = (
+            f", {size(counts['lru_bytes'])} with LRU, {size(counts['never_evict_bytes'])} with one that never evicts"
         )
     text = (
-        f"Cache of {size(budget)}: {counts['hits']:,} of {counts['samples']:,} samples were in it; the store sent "
-        f"{size(counts['bytes_sent'])}. {others}; for these plans no cache of this size could have done with less than "
-        f"{size(counts['bound_bytes'])}."
+        f"Cache of {size(budget)}: {counts['hits']:,} of {counts['samples']:,} samples were in it. The store sent "
+        f"{size(counts['bytes_sent'])}; without a cache it would have sent {size(counts['plain_bytes'])}. Without what lies "
+        f"between samples that is {size(counts['bytes_used'])} instead of {size(counts['bytes'])}{rivals}; no cache of this "
+        f"size could have done with less than {size(counts['bound_bytes'])} for these plans."
     )
     for tier in ("disk", "redis"):
         if counts[f"{tier}_bytes"]:
             text += f" {size(counts[f'{tier}_bytes'])} came from {tier}."
-    if sent > wanted:
-        text += f" {size(sent - wanted)} were read more than once, since the run was interrupted."
-    return text
+    again = counts["bytes_used"] - counts["bytes"]
+    return f"{text} {size(again)} were read more than once, since the run was interrupted." if again > 0 else text

@@ -53,7 +53,7 @@ class Feeder:
         self.shared, self.limits = shared, limits
         self._arena = Arena(shared, reader.index.size)
         self.schedule = Schedule(
-            reader.index, open_policy, self._arena, limits, budget=budget, ranks=shared.token.ranks, gap=reader.gap
+            reader.index, open_policy, self._arena, limits, budget=budget, ranks=shared.token.ranks
         )
         self.fetcher = Fetcher(reader, tiers, reader.index.size, self._arrived, self._lost)
         self._before = shared.counters.copy()

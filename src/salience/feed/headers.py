@@ -19,7 +19,11 @@ TAR_END = bytes(2 * TAR_BLOCK_BYTES)
 """The end mark of a tar."""
 COMPRESSION_MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 MAX_NAME_BYTES = 1 << 20
-"""The longest name or pax record that is not taken for damage."""
+"""The longest name or pax header that is not taken for damage."""
+MAX_DIGITS = 20
+"""The most digits of a number in a pax header that is not taken for damage."""
+PAX_KEYS = (b"path", b"size", b"GNU.sparse.major")
+"""The pax records that say where the bytes of a member lie, or that they lie in pieces."""
 
 
 class Member(NamedTuple):
@@ -95,13 +99,13 @@ def _name(head: bytes) -> bytes:
 
 
 def _number(field: bytes, where: str, at: int) -> int:
-    """A number field: octal digits, or a binary number after the byte 0x80."""
+    """A number field: octal digits, or a binary number after the byte 0x80. A negative one (0xff) is damage."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
-    try:
-        return int(field.rstrip(b" \0") or b"0", 8)
-    except ValueError as cause:
-        raise _damaged(where, at) from cause
+    digits = field.strip(b" \0")
+    if digits.strip(b"01234567"):  # `int` would take signs and underscores too
+        raise _damaged(where, at)
+    return int(digits or b"0", 8)
 
 
 def _told(kind: bytes, data: bytes, where: str, at: int) -> dict[str, bytes]:
@@ -109,15 +113,19 @@ def _told(kind: bytes, data: bytes, where: str, at: int) -> dict[str, bytes]:
     if kind == b"L":
         return {"path": data.partition(b"\0")[0]}
     told: dict[str, bytes] = {}
-    while kind == b"x" and data.strip(b"\0"):  # each record: "<length> <key>=<value>\n"
-        digits = data.partition(b" ")[0]
-        end = int(digits) if digits.isdigit() else 0
-        if not len(digits) < end <= len(data):
+    start, stop = 0, len(data.rstrip(b"\0")) if kind == b"x" else 0
+    while start < stop:  # each record: "<length> <key>=<value>\n"
+        space = data.find(b" ", start, start + MAX_DIGITS + 1)
+        digits = data[start : max(start, space)]
+        end = start + int(digits) if digits.isdigit() else start
+        if not start < space < end <= len(data):
             raise _damaged(where, at)
-        key, _, value = data[len(digits) + 1 : end - 1].partition(b"=")
-        told[key.decode("utf-8", "replace")] = value
-        data = data[end:]
-    if not told.get("size", b"0").isdigit():
+        key, _, value = data[space + 1 : end - 1].partition(b"=")
+        if key in PAX_KEYS:
+            told[key.decode()] = value
+        start = end
+    size = told.get("size", b"0")
+    if not size.isdigit() or len(size) > MAX_DIGITS:
         raise _damaged(where, at)
     return told
 

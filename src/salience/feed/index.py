@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,15 @@ from salience.files import read_npz, write_npz
 FORMAT = "salience-index-1"
 FILE = "index.npz"
 """File name of the index beside its shards."""
+COLUMN_TYPES = {
+    "names": "uint8", "name_ends": "int64", "shards": "uint8", "shard_ends": "int64", "shard_sizes": "int64",
+    "classes": "uint8", "class_ends": "int64",
+    "shard": "int32", "offset": "int64", "size": "int64", "check": "uint64", "label": "int32",
+}  # fmt: skip
+"""The columns of an index in its file, each of one dimension."""
+MAX_BYTES = 1 << 60
+"""No shard, and no number of samples, has more bytes; so sums of two do not overflow."""
+AGAIN = "make it again with `salience pack --index-only`"
 TEST_SPLITS = ("test", "val", "valid", "validation")
 """Directories beside `train` that hold what to test on, in the order in which they are looked for."""
 
@@ -37,8 +46,18 @@ class Names:
         np.cumsum([len(part) for part in parts], out=ends[1:])
         return cls(joined=np.frombuffer(b"".join(parts), dtype=np.uint8), ends=ends)
 
+    def checked(self, where: str | Path) -> Names:
+        """These names; DataError where they do not follow each other from the first byte to the last."""
+        ends = self.ends
+        if not len(ends) or ends[0] != 0 or ends[-1] != len(self.joined) or bool((ends[1:] < ends[:-1]).any()):
+            raise DataError(f"{str(where)!r} is not a whole index: its names overlap or are cut off; {AGAIN}.")
+        return self
+
     def __len__(self) -> int:
         return len(self.ends) - 1
+
+    def __iter__(self) -> Iterator[str]:
+        return (self[i] for i in range(len(self)))
 
     def __getitem__(self, i: int) -> str:
         return self.joined[self.ends[i] : self.ends[i + 1]].tobytes().decode("utf-8", "surrogateescape")
@@ -92,39 +111,52 @@ class Index:
         write_npz(path, arrays)
 
     @classmethod
-    def load(cls, path: str | Path) -> Index:
-        a = read_npz(path, FORMAT, "byte index")
+    def load(cls, path: str | Path, data: bytes | None = None) -> Index:
+        """Read an index and check it; `data` are the contents of the file where they have been read already."""
+        a = read_npz(path, FORMAT, "byte index", data)
+        for name, kind in COLUMN_TYPES.items():
+            found = a.get(name)
+            if found is None or found.dtype != kind or found.ndim != 1:
+                raise DataError(
+                    f"{str(path)!r} is not a whole index: its column {name!r} is missing or not {kind}; {AGAIN}."
+                )
         index = cls(
-            names=Names(joined=a["names"], ends=a["name_ends"]),
-            shards=tuple(_all(Names(joined=a["shards"], ends=a["shard_ends"]))),
+            names=Names(joined=a["names"], ends=a["name_ends"]).checked(path),
+            shards=tuple(Names(joined=a["shards"], ends=a["shard_ends"]).checked(path)),
             shard_sizes=a["shard_sizes"], shard=a["shard"], offset=a["offset"], size=a["size"], check=a["check"],
-            label=a["label"], classes=tuple(_all(Names(joined=a["classes"], ends=a["class_ends"]))),
+            label=a["label"], classes=tuple(Names(joined=a["classes"], ends=a["class_ends"]).checked(path)),
         )  # fmt: skip
         index.validate(str(path))
         return index
 
     def validate(self, where: str) -> None:
         """Raise DataError if the index points outside its shards or its parts do not match."""
-        n = len(self.shard)
-        arrays = (self.offset, self.size, self.check, self.label)
-        if any(array.shape != (n,) for array in arrays) or len(self.names) != n:
-            raise DataError(
-                f"{where} is not a whole index: its columns differ in length; make it again with `salience pack`."
-            )
-        if len(self.shard_sizes) != len(self.shards) or (n and int(self.shard.max()) >= len(self.shards)):
-            raise DataError(f"{where} names shards it does not list; make it again with `salience pack --index-only`.")
+        n, shards = len(self.shard), len(self.shards)
+        columns = (self.offset, self.size, self.check, self.label)
+        if any(column.shape != (n,) for column in columns) or len(self.names) != n or len(self.shard_sizes) != shards:
+            raise DataError(f"{where} is not a whole index: its columns differ in length; {AGAIN}.")
         for path in self.shards:
             check_path(path, where)
-        if not n:
-            return
-        if int(self.offset.min()) < 0 or int(self.size.min()) < 0:
-            raise DataError(f"{where} has negative offsets or sizes; make it again with `salience pack --index-only`.")
+        if not within(self.shard, -1, shards - 1):
+            raise DataError(f"{where} names shards it does not list; {AGAIN}.")
+        if not within(self.label, -1, len(self.classes) - 1):
+            raise DataError(f"{where} has labels of classes it does not list; {AGAIN}.")
+        for column in (self.shard_sizes, self.offset, self.size):
+            if not within(column, 0, MAX_BYTES):
+                raise DataError(
+                    f"{where} has offsets or sizes that are negative or above {MAX_BYTES:,} bytes; {AGAIN}."
+                )
+        if self.size.sum(dtype=np.float64) > MAX_BYTES:
+            raise DataError(f"{where} says that its samples have more than {MAX_BYTES:,} bytes together; {AGAIN}.")
         inside = self.shard >= 0
         over = (self.offset + self.size)[inside] > self.shard_sizes[self.shard[inside]]
         if over.any():
             raise DataError(f"{where}: {int(over.sum())} samples end behind their shard; it belongs to other shards.")
-        if self.label.max() >= len(self.classes):
-            raise DataError(f"{where} has labels of classes it does not list; make it again with `salience pack`.")
+
+
+def within(column: npt.NDArray[Any], least: int, most: int) -> bool:
+    """True if all numbers of a column are from `least` to `most`."""
+    return not len(column) or (int(column.min()) >= least and int(column.max()) <= most)
 
 
 def check_path(path: str, where: str) -> str:
@@ -162,7 +194,3 @@ def classes_of(paths: Sequence[str]) -> tuple[tuple[str, ...], npt.NDArray[np.in
     classes = tuple(sorted(set(folders)))
     number = {name: k for k, name in enumerate(classes)}
     return classes, np.fromiter((number[folder] for folder in folders), dtype=np.int32, count=len(paths))
-
-
-def _all(names: Names) -> list[str]:
-    return [names[i] for i in range(len(names))]

@@ -91,7 +91,7 @@ def _serve(inbox: Any, job: Job, parent: int | None = None) -> None:
 
     source = job.source
     try:
-        reader = source.reader.for_feeder(job.workers)
+        reader = source.reader.for_feeder(job.workers, job.limits.gap)
         tiers = open_tiers(job.disk, job.redis, source.index, source.url, warn)
         feeder = Feeder(job.shared, reader, job.open_policy, tiers, job.limits, job.budget)
         if parent is not None:

@@ -8,6 +8,9 @@ import numpy as np
 
 from salience.feed.index import Index
 
+TAR_GAP_BYTES = 2048
+"""Most bytes that `salience pack` puts between two samples with short names."""
+
 
 def coalesce(starts: Sequence[int], stops: Sequence[int], *, gap: int, longest: int) -> list[slice]:
     """Runs of ranges (sorted by start) that one request each can bring: holes <= gap, a run <= longest bytes."""
@@ -20,6 +23,15 @@ def coalesce(starts: Sequence[int], stops: Sequence[int], *, gap: int, longest: 
     return runs
 
 
+def feeder_gap(mean_size: float) -> int:
+    """Bytes between two samples that a feeder reads over: what a tar puts between neighbours, never another sample.
+
+    That is a header, a class with its header, and padding: 2 KiB, up to twice as much where names are long. Samples
+    of a few kB would fit into the larger gap.
+    """
+    return int(min(max(TAR_GAP_BYTES, mean_size / 2), 2 * TAR_GAP_BYTES))
+
+
 class Neighbours:
     """Samples that lie beside each other in a shard, so that one request brings several."""
 
@@ -29,6 +41,17 @@ class Neighbours:
         self._order = np.lexsort((index.offset, index.shard)) if len(index.shards) else np.empty(0, dtype=np.int64)
         self._place = np.empty(len(self._order), dtype=np.int64)
         self._place[self._order] = np.arange(len(self._order))
+
+    def sent_bytes(self, ids: Sequence[int], gap: int) -> int:
+        """Bytes that a store sends for these samples if requests read over holes of at most `gap` bytes."""
+        index, some = self._index, np.unique(np.asarray(ids, dtype=np.int64))
+        total = int(index.size[some].sum())
+        if not len(self._order):
+            return total
+        some = self._order[np.sort(self._place[some])]
+        shard, start, stop = index.shard[some], index.offset[some], index.offset[some] + index.size[some]
+        holes = (start[1:] - stop[:-1])[(shard[1:] == shard[:-1]) & (shard[1:] >= 0)]
+        return total + int(holes[(holes > 0) & (holes <= gap)].sum())
 
     def beside(self, i: int, wanted: Callable[[int], bool]) -> Iterator[int]:
         """Neighbours of sample i on both sides, as long as each is `wanted` and the request is not full."""

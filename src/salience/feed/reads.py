@@ -135,14 +135,11 @@ class Reader:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
 
-    def for_feeder(self, workers: int) -> Reader:
-        """A reader for the one process that reads for `workers` others.
-
-        Bytes are what is scarce there: it reads over holes only where they are as small as the headers of a tar.
-        """
+    def for_feeder(self, workers: int, gap: int) -> Reader:
+        """A reader for the one process that reads for `workers` others, over smaller holes: bytes are what is scarce there."""
         return Reader(
             self.store, self.index, self.retry, concurrency=self.concurrency * max(1, workers),
-            gap=min(self.gap, 4096), longest=self.longest, threads=True,
+            gap=gap, longest=self.longest, threads=True,
         )  # fmt: skip
 
     def read(self, ids: Sequence[int]) -> list[bytes | Broken]:

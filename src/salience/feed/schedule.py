@@ -50,6 +50,10 @@ class Limits:
     """The horizon is never larger."""
     along: int
     """Bytes for neighbours in a shard that are wanted later in the window and come with the same request."""
+    gap: int
+    """Bytes between two samples of a shard that a request reads over."""
+    plain_gap: int
+    """The same for workers that read for themselves, without a cache."""
     package: int = 256 * 1024
     """Bytes of one such request: a batch waits for what is read along with it."""
 
@@ -85,6 +89,8 @@ class ScheduleCounts:
     hits: int = 0
     """Samples that were resident when their turn came."""
     hit_bytes: int = 0
+    plain_bytes: int = 0
+    """Bytes that the store would have sent without a cache, with every batch read by itself."""
     bound_bytes: int = 0
     """Bytes that any cache of this size would have had to fetch."""
     resident_bytes: int = 0
@@ -136,11 +142,10 @@ class Schedule:
         *,
         budget: int,
         ranks: int,
-        gap: int,
     ) -> None:
         self.room, self.limits, self.counts = room, limits, ScheduleCounts()
         self.policy, self._open_policy, self._budget = open_policy(), open_policy, budget
-        self._sizes, self._neighbours = index.size, Neighbours(index, gap=gap, most=limits.package)
+        self._sizes, self._neighbours = index.size, Neighbours(index, gap=limits.gap, most=limits.package)
         self._wanted = np.zeros(len(index), dtype=bool)
         """Samples of this window that are not staged yet."""
         self._waiting: dict[int, list[_Batch]] = {}
@@ -243,6 +248,7 @@ class Schedule:
             if i in self._waiting:
                 batch.missing.add(i)
         self._count_bound(batch.ids)
+        self.counts.plain_bytes += self._neighbours.sent_bytes(batch.ids, self.limits.plain_gap)
         for i in batch.ids:
             self._visit(i, i not in places)
         for i in batch.missing:

@@ -22,6 +22,7 @@ KEPT_FLAG = 4
 COUNTERS = (
     "samples", "bytes",  # delivered by the plan
     "hits", "hit_bytes",  # of them, resident when their turn came
+    "plain_bytes",  # what the store would have sent without a cache
     "bound_bytes",  # what any cache of this size would have had to fetch
     "fetched_samples", "bytes_used", "bytes_sent", "requests", "retried", "hedged",  # what was asked of the store
     "disk_hits", "disk_bytes", "redis_hits", "redis_bytes",

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -152,18 +150,19 @@ def _opened(url: str, retry: RetryPolicy) -> tuple[Store, str | None]:
 
 def _find_index(store: Store, only: str | None, given: Index | str | os.PathLike[str] | None) -> Index:
     if isinstance(given, Index):
+        given.validate("The index")
         return given
     if given is not None:
         folder, _, name = os.fspath(given).rpartition("/")
         data = open_store(folder or ".").get(name)
         if data is None:
             raise DataError(f"There is no index {os.fspath(given)!r}; make it with `salience pack --index-only`.")
-        return _parsed(data)
+        return Index.load(os.fspath(given), data)
     if only is not None:
         return _index_of_tar(store, only)
     data = store.get(FILE)
     if data is not None:
-        return _parsed(data)
+        return Index.load(f"{store.url}/{FILE}", data)
     listed = [(path, size) for path, size in store.list() if not any(part.startswith(".") for part in path.split("/"))]
     if not listed:
         raise DataError(f"There is nothing at {store.url}; check the spelling, and that it is a folder or prefix.")
@@ -193,13 +192,6 @@ def _index_of_tar(store: Store, name: str) -> Index:
     if isinstance(store, LocalStore):
         return index_tars([store.root / name])
     raise DataError(f"{store.url}/{name} has no index; make it with `salience pack --index-only` and pass index=.")
-
-
-def _parsed(data: bytes) -> Index:
-    with tempfile.TemporaryDirectory(prefix="salience-") as folder:
-        path = Path(folder) / FILE
-        path.write_bytes(data)
-        return Index.load(path)
 
 
 def _check_unchanged(store: Store, index: Index) -> None:

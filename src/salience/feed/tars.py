@@ -150,7 +150,7 @@ def _class_in(file: BinaryIO, several: Sequence[Member], shard: Path) -> str | N
     for member in several:
         if member.name.endswith(".cls"):
             if member.size > TAR_BLOCK_BYTES:
-                raise DataError(f"{shard}: {member.name} has {member.size:,} bytes; a class is a number or a name.")
+                raise DataError(f"{shard}: {member.name!r} has {member.size:,} bytes; a class is a number or a name.")
             file.seek(member.offset)
             return file.read(member.size).decode("utf-8", "replace").strip()
     return None
@@ -198,9 +198,9 @@ def _differs(out: Path, index: Index, shard: int, rows: npt.NDArray[np.int64], c
         return f"{name} holds {len(found):,} samples; the index says {len(rows):,}."
     for i, sample in zip(rows.tolist(), found, strict=True):
         if (sample.offset, sample.size) != (index.offset[i], index.size[i]):
-            return f"{name}: {index.names[i]} does not lie where the index says."
+            return f"{name}: {index.names[i]!r} does not lie where the index says."
         if index.check[i] and sample.check != index.check[i]:
-            return f"{name}: {index.names[i]} has other bytes than its checksum says."
+            return f"{name}: {index.names[i]!r} has other bytes than its checksum says."
     return ""
 
 

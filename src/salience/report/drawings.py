@@ -182,13 +182,13 @@ def bytes_sent(story: Story) -> Chart | None:
         return None
     names = {
         "bytes": "without a cache", "lru_bytes": "with LRU", "never_evict_bytes": "with one that never evicts",
-        "bytes_sent": "this run", "bound_bytes": "the least possible",
+        "bytes_used": "this run", "bound_bytes": "the least possible",
     }  # fmt: skip
     keys = [key for key in names if f"cache_{key}" in feed]  # rivals are simulated only where there is a trace
     values = [float(feed[f"cache_{key}"]) for key in keys]
     return bars(
-        "Bytes the store sent", [names[key] for key in keys], [Series(name="bytes", values=values)], form=words.size,
-        what="cache",
+        "Bytes of samples that the store sent", [names[key] for key in keys], [Series(name="bytes", values=values)],
+        form=words.size, what="cache",
     )  # fmt: skip
 
 

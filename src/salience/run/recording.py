@@ -240,6 +240,9 @@ class Recording(Part):
             plain = visits is not None and visits.no_doubles and batch.rows is None
             self._record(batch, losses, logits, targets, number=batch.number if plain else None)
         else:
+            stand_ins = None if visits is None else visits.stand_ins.get(batch.number)
+            if stand_ins:
+                kept = kept[~torch.isin(kept, torch.tensor(stand_ins, device=kept.device))]
             self.recorder.trained(batch.ids, kept, window=batch.window)
 
     def _record(self, batch: Batch, losses: Tensor, logits: Tensor | None, targets: Tensor | None, **more: Any) -> None:

@@ -130,6 +130,8 @@ class Sensing(Part):
         if not batch.features:
             return
         features = self.attached.take_features()
+        if batch.broken:  # a stand-in would look like a copy of the sample it stands in for
+            return
         if features is not None and len(features) in (len(batch.ids), len(losses)):
             of = kept if len(features) < len(batch.ids) else None
             self._recorder.features(batch.ids, features, of, window=batch.window)
@@ -176,7 +178,8 @@ class Sensing(Part):
             )
         try:
             with self._watch("proxy"):
-                trained = proxy.train(targets.where(targets >= 0, -100), batch.ids, kept)  # -100 is ignored
+                labels = targets.where(targets >= 0, -100)  # -100 is ignored
+                trained = proxy.train(labels, batch.ids, kept, list(batch.broken))
         except Exception as cause:
             proxy.close()
             self._voice.failed(f"The proxy failed and is off: {type(cause).__name__}: {cause}", cause)

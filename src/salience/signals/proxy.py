@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,9 +56,12 @@ class Proxy:
         if self._waiting and torch.is_grad_enabled():
             self._given = None if given is None else given.detach()
 
-    def train(self, targets: Tensor, ids: npt.NDArray[np.int64], kept: Tensor | None = None) -> bool:
+    def train(
+        self, targets: Tensor, ids: npt.NDArray[np.int64], kept: Tensor | None = None, stand_ins: Sequence[int] = ()
+    ) -> bool:
         """One step on the mean cross-entropy of the samples `ids` (or of the positions `kept` of them).
 
+        Positions in `stand_ins` hold another sample than their id says; they are left out.
         Returns False where the attached model was not given as many samples. Nothing here waits for the device.
         """
         given, self._given = self._given, None
@@ -71,8 +74,12 @@ class Proxy:
         given = given.to(like.device, like.dtype) if given.is_floating_point() else given.to(like.device)
         with torch.enable_grad():
             losses = F.cross_entropy(self.model(given), targets.to(like.device, torch.int64), reduction="none")
+            if stand_ins:
+                at = torch.arange(len(ids)) if kept is None else kept.cpu()
+                known = ~torch.isin(at, torch.tensor(stand_ins)).to(losses.device)
+                losses = torch.where(known, losses, torch.nan)
             self.optimizer.zero_grad()
-            losses.mean().backward()
+            (losses.nanmean() if stand_ins else losses.mean()).backward()
         self.optimizer.step()
         self._pending.append((ids, kept, losses.detach().float()))
         return True
