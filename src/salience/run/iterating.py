@@ -73,8 +73,8 @@ class Iterators:
             self.run.planning.peek_order(self._peeks)[self.run.setup.rank :: self.run.setup.world],
         )
         if setup.drop_last:
-            order = order[: len(order) // setup.batch_size * setup.batch_size]
-        return self.source.peek(order, setup.batch_size)
+            order = order[: len(order) // setup.rank_batch * setup.rank_batch]
+        return self.source.peek(order, setup.rank_batch)
 
 
 class BatchIterator(Iterator[Any]):
