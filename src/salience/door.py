@@ -229,7 +229,7 @@ class Door:
     @property
     def batch_size(self) -> int:
         """Samples per batch on each rank."""
-        return self._run.setup.batch_size
+        return self._run.setup.rank_batch
 
     @property
     def epochs(self) -> int | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +103,7 @@ class Plan:
             raise ConfigError(f"shares are {shares!r}; there must be {world} positive numbers, one per rank.")
         bounds = _bounds(len(self.ids), self.batch_size, world, self.drop_last)
         sizes = np.diff(bounds)
-        cuts = _cuts(sizes, parts / parts.sum())
-        start, stop = bounds[:-1] + cuts[rank], bounds[:-1] + cuts[rank + 1]
-        return Shard(plan=self, rank=rank, world=world, start=start, stop=stop, global_sizes=sizes)
+        return Shard(plan=self, rank=rank, cuts=bounds[:-1] + _cuts(sizes, parts / parts.sum()), global_sizes=sizes)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The plan as plain arrays, for files and checkpoints."""
@@ -142,23 +140,75 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Shard:
-    """One rank's batches of a plan: batch k is `plan.ids[start[k]:stop[k]]`."""
+    """One rank's batches of a plan: batch k is `plan.ids[cuts[rank, k]:cuts[rank + 1, k]]`."""
 
     plan: Plan
     rank: int
-    world: int
-    start: npt.NDArray[np.int64]
-    stop: npt.NDArray[np.int64]
+    cuts: npt.NDArray[np.int64]
+    """Where the part of each rank begins in the plan, and where that of the last ends, int64 [ranks + 1, batches]."""
     global_sizes: npt.NDArray[np.int64]
-    """Samples of each batch over all ranks."""
+    """Samples of each batch over all ranks; visits that only fill up do not count."""
 
     def __len__(self) -> int:
         """Number of batches."""
-        return len(self.start)
+        return self.cuts.shape[1]
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return len(self.cuts) - 1
+
+    @property
+    def start(self) -> npt.NDArray[np.int64]:
+        """Where each batch of this rank begins in the plan's arrays."""
+        return self.cuts[self.rank]
+
+    @property
+    def stop(self) -> npt.NDArray[np.int64]:
+        """Where each batch of this rank ends."""
+        return self.cuts[self.rank + 1]
 
     def span(self, number: int) -> slice:
         """Where batch `number` stands in the plan's arrays."""
-        return slice(int(self.start[number]), int(self.stop[number]))
+        return slice(int(self.cuts[self.rank, number]), int(self.cuts[self.rank + 1, number]))
+
+    def sizes(self, number: int) -> npt.NDArray[np.int64]:
+        """Visits of batch `number` on each rank."""
+        return np.diff(self.cuts[:, number])
+
+    def of(self, rank: int) -> Shard:
+        """The part of another rank."""
+        return replace(self, rank=rank)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The plan, and how it is divided, as plain arrays."""
+        return {**self.plan.arrays(), "cuts": self.cuts, "sizes": self.global_sizes}
+
+    @classmethod
+    def from_arrays(cls, arrays: dict[str, Any]) -> Shard:
+        """The part of rank 0."""
+        cuts, sizes = (np.array(arrays[name], dtype=np.int64) for name in ("cuts", "sizes"))
+        return cls(plan=Plan.from_arrays(arrays), rank=0, cuts=cuts, global_sizes=sizes)
+
+    def among(self, rank: int, world: int, done: Collection[int]) -> Shard:
+        """The same window for another number of ranks: what is not in the batches `done` is covered exactly once.
+
+        Batches stay what they are. Only a tail with fewer samples than ranks joins the batch before it; where that one is
+        done already, visits of weight 0 fill it up, so that no rank is without work.
+        """
+        plan, begins, sizes, last = self.plan, self.cuts[0], self.global_sizes, len(self) - 1
+        small = [number for number in range(len(self)) if number not in done and sizes[number] < world]
+        if small not in ([], [last]):
+            raise StateError(
+                f"The window in progress has batches of {int(sizes[small[0]])} samples, which cannot be divided among {world} "
+                "ranks; resume with fewer ranks."
+            )
+        if small and last > 0 and last - 1 not in done:
+            begins, sizes = begins[:-1], np.append(sizes[:-2], sizes[-2:].sum())
+        elif small:
+            plan = _filled_up(plan, slice(int(begins[last]), int(begins[last] + sizes[last])), world)
+        cuts = begins + _cuts(np.maximum(sizes, world), np.full(world, 1 / world))
+        return Shard(plan=plan, rank=rank, cuts=cuts, global_sizes=sizes)
 
     def ids(self, number: int) -> npt.NDArray[np.int64]:
         return self.plan.ids[self.span(number)]
@@ -179,6 +229,16 @@ def _bounds(n: int, batch_size: int, world: int, drop_last: bool) -> npt.NDArray
         else:
             raise ConfigError(f"The plan has {n} samples for {world} ranks; every rank needs at least one.")
     return edges
+
+
+def _filled_up(plan: Plan, batch: slice, size: int) -> Plan:
+    """The plan up to the end of `batch`, and that with `size` visits: those added have weight 0 and are not recorded."""
+    again = np.resize(plan.ids[batch], size - (batch.stop - batch.start))
+    nothing, view = np.zeros(len(again), dtype=np.float32), np.full(len(again), FRESH | 1 << VIEW_SHIFT, dtype=np.uint8)
+    return replace(
+        plan, ids=np.append(plan.ids[: batch.stop], again), weights=np.append(plan.weights[: batch.stop], nothing),
+        importance=np.append(plan.importance[: batch.stop], nothing), level=np.append(plan.level[: batch.stop], view),
+    )  # fmt: skip
 
 
 def _cuts(sizes: npt.NDArray[np.int64], shares: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:

@@ -164,5 +164,5 @@ def test_a_setup_that_makes_no_sense_is_refused(wrong):
 def test_a_state_of_the_old_layout_gets_one_clear_sentence():
     import salience
 
-    with pytest.raises(StateError, match="version 1 and this salience reads version 2"):
+    with pytest.raises(StateError, match="version 1 and this salience reads version 3"):
         salience.Selector(N, epochs=2).load_state_dict({"version": 1, "population": N})

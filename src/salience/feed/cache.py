@@ -86,7 +86,7 @@ class Feed:
         ranks: Ranks | None = None,
     ) -> None:
         self.source, self.budget = source, checked_budget(cache, source.sizes)
-        self._ranks = ranks
+        self._ranks, self.workers = ranks, workers
         node_ranks = [0] if ranks is None else ranks.node_ranks
         self._node_ranks = node_ranks
         self._world = 1 if ranks is None else ranks.world
@@ -114,19 +114,23 @@ class Feed:
         self.resident: Ids = np.empty(0, dtype=np.int64)
         """Samples the cache held when the window in progress began."""
 
-    def window(self, plan: Plan, delivered: set[int], unread: npt.NDArray[np.bool_] | None = None) -> None:
-        """Begin a window. Batches of this rank in `delivered` are not wanted again, and visits in `unread` need no bytes."""
+    def window(self, shard: Shard, delivered: set[int], unread: npt.NDArray[np.bool_] | None = None) -> None:
+        """Begin a window of which this rank takes `shard`.
+
+        Batches of this rank in `delivered` are not wanted again, and visits in `unread` need no bytes.
+        """
         if os.getpid() != self._owner:  # two feeders would write into one memory
             raise ConfigError("The cache belongs to the process that made the Loader; make one in each that iterates.")
         self.resident = np.flatnonzero(self.kept)
         resident, self._restored = self._restored, None
         self._serial += 1
+        plan = shard.plan
         self._windows[plan.window] = None
         first = self._serial << SERIAL_SHIFT
         self.shared.first[self._rank] = first
         self.shared.done[self._rank] = first
         self._done = set()
-        self._end = first + len(plan.shard(self._node_ranks[self._rank], self._world)) - len(delivered)
+        self._end = first + len(shard) - len(delivered)
         skip = (
             [delivered] if self._ranks is None else [set(part) for part in self._ranks.node_gather(sorted(delivered))]
         )
@@ -143,7 +147,7 @@ class Feed:
             self._process = Process(self._job)
         self._process.send(
             FeedWindow(
-                batches=self._batches(plan, unread),
+                batches=self._batches(shard, unread),
                 skip=skip,
                 serial=self._serial,
                 first=[first] * len(self._node_ranks),
@@ -206,12 +210,13 @@ class Feed:
 
     def rival_bytes(self, trace: Trace, unread: Callable[[Plan], npt.NDArray[np.bool_] | None]) -> dict[str, int]:
         """Bytes that LRU and never-evict would have fetched for the windows of this run, simulated from its trace."""
-        windows = (self._batches(plan, unread(plan)) for plan in map(trace.read, self._windows))
+        plans = map(trace.read, self._windows)
+        windows = (self._batches(plan.shard(world=self._world), unread(plan)) for plan in plans)
         return rival_bytes((np.concatenate(in_order(batches)) for batches in windows), self.budget, self.source.sizes)
 
-    def _batches(self, plan: Plan, unread: npt.NDArray[np.bool_] | None) -> list[list[Ids]]:
+    def _batches(self, shard: Shard, unread: npt.NDArray[np.bool_] | None) -> list[list[Ids]]:
         """Per rank of the node, the samples of its batches whose bytes are wanted."""
-        shards = [plan.shard(rank, self._world) for rank in self._node_ranks]
+        shards = [shard.of(rank) for rank in self._node_ranks]
         return [[_read(shard, k, unread) for k in range(len(shard))] for shard in shards]
 
     def take_counts(self) -> Counts:

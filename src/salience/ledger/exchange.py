@@ -1,12 +1,14 @@
-"""The ledger among several ranks: one copy per node, and every rank's batches entered on every node in rank order."""
+"""The ledger among several ranks: one copy per node, and every rank's batches entered on every node in the order of steps."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from salience.ledger.ledger import Ids, Ledger, block_bytes
 from salience.ledger.statistics import FEATURE_ROWS, LOGIT_ROWS, LOSS_ROWS, NORM_ROWS, TARGET_ROWS
@@ -27,7 +29,10 @@ def shared_ledger(ranks: Ranks, n: int) -> Ledger:
 
 
 def exchange(ranks: Ranks, batches: Sequence[Batch]) -> Iterator[Batch]:
-    """All batches of all ranks, rank 0's first. Ids travel as int64 and values as float32, separately."""
+    """All batches of all ranks in the order of steps, so that the number of ranks makes no difference to the ledger.
+
+    Ids travel as int64 and values as float32, separately.
+    """
     header = np.array(
         [(len(ids), _KINDS.index(names), *map(int, flags)) for ids, names, _, flags in batches], dtype=np.int64
     ).reshape(-1, 5)
@@ -37,10 +42,15 @@ def exchange(ranks: Ranks, batches: Sequence[Batch]) -> Iterator[Batch]:
         *(ranks.all_gather_ragged(torch.from_numpy(part), name="exchange") for part in (header.ravel(), ids, values)),
         strict=True,
     )
-    for head, all_ids, all_values in parts:
-        i = v = 0
-        for count, kind, window, seen, trained in head.numpy().reshape(-1, 5).tolist():
-            names = _KINDS[kind]
-            block = all_values.numpy()[v : v + len(names) * count].reshape(len(names), count)
-            yield all_ids.numpy()[i : i + count], names, block, (window, bool(seen), bool(trained))
-            i, v = i + count, v + len(names) * count
+    for step in itertools.zip_longest(*(_batches(*part) for part in parts)):
+        yield from (batch for batch in step if batch is not None)
+
+
+def _batches(head: Tensor, all_ids: Tensor, all_values: Tensor) -> Iterator[Batch]:
+    """The batches that one rank sent."""
+    i = v = 0
+    for count, kind, window, seen, trained in head.numpy().reshape(-1, 5).tolist():
+        names = _KINDS[kind]
+        block = all_values.numpy()[v : v + len(names) * count].reshape(len(names), count)
+        yield all_ids.numpy()[i : i + count], names, block, (window, bool(seen), bool(trained))
+        i, v = i + count, v + len(names) * count

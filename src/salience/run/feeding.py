@@ -64,10 +64,15 @@ class Feeding(Part):
         self.feed = dataset.handle = None
         if cache is not None:
             self.feed = Feed(
-                dataset.source, cache=cache, batch_size=self._setup.batch_size, ranks=self._setup.ranks, workers=workers,
+                dataset.source, cache=cache, batch_size=self._setup.rank_batch, ranks=self._setup.ranks, workers=workers,
                 policy=self._reading.policy, disk=self._reading.disk, redis=self._reading.redis, views=self._reading.views,
             )  # fmt: skip
             dataset.handle = self.feed.handle
+
+    def resize(self) -> None:
+        """Make the cache anew, for batches of another size."""
+        if self.feed is not None:
+            self.set_cache(self.feed.budget, self.feed.workers)
 
     @property
     def _copied(self) -> bool:
@@ -107,7 +112,7 @@ class Feeding(Part):
     def open(self, shard: Shard, done: frozenset[int]) -> None:
         self._window, self.first_ticket = shard.plan.window, None
         if self.feed is not None:
-            self.feed.window(shard.plan, set(done), self.unread)
+            self.feed.window(shard, set(done), self.unread)
             self.first_ticket = self.feed.ticket(0)
 
     def arrived(self, batch: Batch) -> None:
@@ -196,7 +201,10 @@ class Feeding(Part):
         return text.strip()
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"broken": {"ids": list(self.broken), "reasons": list(self.broken.values())}}
+        broken = self.broken
+        if self._setup.ranks is not None and self.source is not None:
+            broken = {i: why for part in self._setup.ranks.gather_objects([*broken.items()]) for i, why in part}
+        state: dict[str, Any] = {"broken": {"ids": list(broken), "reasons": list(broken.values())}}
         if self.feed is not None:  # when the window in progress began, or now between two windows
             kept = np.flatnonzero(self.feed.kept) if self.first_ticket is None else self.feed.resident
             state["resident"] = torch.from_numpy(kept.astype(np.int64))

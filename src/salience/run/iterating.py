@@ -72,9 +72,9 @@ class Iterators:
         setup, drawn = self.run.setup, self.run.planning.peek_order(self._peeks)
         order = np.fromiter(itertools.islice(drawn, setup.n), dtype=np.int64)[setup.rank :: setup.world]
         if setup.drop_last:
-            order = order[: len(order) // setup.batch_size * setup.batch_size]
+            order = order[: len(order) // setup.rank_batch * setup.rank_batch]
         if len(order):
-            yield from self.source.peek(order, setup.batch_size)
+            yield from self.source.peek(order, setup.rank_batch)
         next(drawn, None)  # a plain shuffle draws once more at its end
 
 

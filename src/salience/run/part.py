@@ -28,7 +28,7 @@ class Setup:
     n: int
     """Samples of the data set."""
     batch_size: int
-    """Samples per batch on each rank."""
+    """Samples per batch on each rank, as given."""
     epochs: int | None
     seed: int
     drop_last: bool
@@ -40,6 +40,8 @@ class Setup:
     world: int = field(init=False)
     global_batch: int = field(init=False)
     """Samples per optimizer step, over all ranks."""
+    rank_batch: int = field(init=False)
+    """Samples per batch on a rank, where all take equal parts of the global batch."""
     piece_size: int = field(init=False)
     """Samples of a window: a whole number of batches, so that batches are those of an epoch that is planned at once."""
     pieces: int = field(init=False)
@@ -59,7 +61,12 @@ class Setup:
         if self.seed < 0:
             raise ConfigError(f"seed is {self.seed}; it must be at least 0.")
         rank, world = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.world)
-        batch, size = self.batch_size * world, self.n
+        self._set(rank=rank, world=world)
+        self.keep_batches_of(self.batch_size * world)
+
+    def keep_batches_of(self, batch: int) -> None:
+        """Make steps of `batch` samples over all ranks: those of a run that had another number of them."""
+        size = self.n
         if self.window is not None and self.window < batch:
             raise ConfigError(
                 f"window is {self.window} samples; it must be at least one batch over all ranks, {batch}."
@@ -67,9 +74,14 @@ class Setup:
         if self.window is not None and self.window < self.n:
             size = self.window // batch * batch
         pieces = -(-self.n // size)
-        derived = {"rank": rank, "world": world, "global_batch": batch, "piece_size": size, "pieces": pieces}
-        derived["short_tail"] = self.n % batch > 0 and not self.drop_last
-        for name, value in (*derived.items(), ("windows", None if self.epochs is None else self.epochs * pieces)):
+        self._set(
+            global_batch=batch, rank_batch=-(-batch // self.world), piece_size=size, pieces=pieces,
+            short_tail=self.n % batch > 0 and not self.drop_last,
+            windows=None if self.epochs is None else self.epochs * pieces,
+        )  # fmt: skip
+
+    def _set(self, **derived: int | None) -> None:
+        for name, value in derived.items():
             object.__setattr__(self, name, value)
 
 
@@ -110,6 +122,8 @@ class Batch:
     """Happens when the content is on its device; None if nothing is under way."""
     kept: Tensor | None = None
     """Positions chosen by pick()."""
+    picks: float = 1.0
+    """Share of it that pick() was asked for."""
     recorded: bool = False
     """True once its loss was given, or the loop said that it has none."""
 

@@ -24,7 +24,7 @@ from salience.run.part import Batch, Part, Setup, Voice
 from salience.run.robust import early_learning, strength
 from salience.seeds import PICK, torch_generator
 from salience.select.noise import judge
-from salience.select.pick import RecentLosses, pick_positions
+from salience.select.pick import RecentLosses, latest_last, pick_positions
 
 MAX_BATCHES_AHEAD = 32
 """Batches that are looked through first for the one that losses belong to."""
@@ -225,6 +225,7 @@ class Recording(Part):
         if not 0 < share <= 1:
             raise ConfigError(f"pick: share is {share}; it must be above 0 and at most 1.")
         self._record(batch, losses, logits, targets, trained=False)
+        batch.picks = share
         generator = torch_generator(self._setup.seed, PICK, batch.window, batch.number, self._setup.rank)
         count, power = max(1, round(share * len(losses))), 1 / share - 1 if power is None else power
         return pick_positions(self._recent.percentile(losses), count, power, generator)
@@ -283,7 +284,7 @@ class Recording(Part):
             how_much = strength(robust, visits.shard.plan.noise)
             if how_much > 0:  # what is learnt from, not what is recorded
                 losses = losses + how_much * early_learning(logits, batch.ids, self.ledger)
-        share = len(losses) if kept is not None else self._share(batch, visits, len(losses))
+        share = self._share(batch, visits, len(losses))
         if weights is None and share == len(losses):
             return losses.mean()
         weighted = losses if weights is None else losses.float() * weights
@@ -303,7 +304,10 @@ class Recording(Part):
         """What the sum of a batch's weighted losses is divided by, so that DDP's mean over ranks is the batch's gradient."""
         if visits is None or self._setup.world == 1:
             return count
-        return int(visits.shard.global_sizes[batch.number]) / self._setup.world
+        if batch.picks == 1:
+            return int(visits.shard.global_sizes[batch.number]) / self._setup.world
+        picked = np.maximum(1, np.rint(batch.picks * visits.shard.sizes(batch.number)))  # as each rank picks
+        return float(picked.sum()) / self._setup.world
 
     def _weights_of(self, batch: Batch, visits: _Visits | None, device: torch.device) -> Tensor | None:
         """Loss weights of a batch, float32 [B]; None = all are 1."""
@@ -339,16 +343,19 @@ class Recording(Part):
     # --- saved ---
 
     def state_dict(self) -> dict[str, Any]:
-        recent, suspects = self._recent.values, self._suspects
+        recent, suspects, ranks = self._recent.values, self._suspects, self._setup.ranks
+        recent = torch.empty(0) if recent is None else recent.detach().cpu().clone()
         return {
             "ledger": tensors(self.ledger.state_dict()),
-            "recent_losses": None if recent is None else recent.detach().cpu().clone(),
+            "recent_losses": [recent] if ranks is None else ranks.all_gather_ragged(recent, name="state_dict"),
             "suspects": None if suspects is None else (suspects[0], torch.from_numpy(suspects[1].copy())),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._load(arrays(state["ledger"]))
-        self._recent.values = state["recent_losses"]
+        recent = state["recent_losses"]
+        same = len(recent) == self._setup.world
+        self._recent.load(recent[self._setup.rank] if same else latest_last(recent))
         suspects = state["suspects"]
         self._suspects = None if suspects is None else (int(suspects[0]), suspects[1].numpy())
         self.recorder.forget()

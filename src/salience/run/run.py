@@ -34,7 +34,7 @@ from salience.select.findings import Study, study
 from salience.select.reference import checksum
 from salience.select.summary import summarise
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 
 
 class Run:
@@ -109,7 +109,7 @@ class Run:
                 course.window += -course.window % self.setup.pieces
             self._prepare()
             shard = self._plan(worker_seed).shard(self.setup.rank, self.setup.world)
-            self._check_equal(shard.plan)
+            self._check_equal(shard)
             course.begin(shard, self.planning.later(course.window, len(shard.plan)))
             if course.window == self.setup.windows:
                 self.voice.warn_once(
@@ -193,17 +193,19 @@ class Run:
             )
         return plan
 
-    def _check_equal(self, plan: Plan) -> None:
-        """Every rank has made the plan for itself: stop all ranks if the plans differ."""
-        ranks = self.setup.ranks
+    def _check_equal(self, shard: Shard) -> None:
+        """Every rank has made the plan for itself: stop all ranks if the plans, or how they are divided, differ."""
+        ranks, plan = self.setup.ranks, shard.plan
         if ranks is None:
             return
-        digest = zlib.crc32(plan.weights.tobytes(), zlib.crc32(plan.ids.tobytes()))
+        digest = 0
+        for part in (plan.ids, plan.weights, shard.cuts):
+            digest = zlib.crc32(np.ascontiguousarray(part).tobytes(), digest)
         found = [ours for (ours,) in ranks.gather_objects([digest])]
         if len(set(found)) > 1:
             raise StateError(
                 f"The ranks made different plans for window {plan.window} (checksums {found}); give every rank the same data "
-                "set, seed, select and salience version."
+                "set, seed, select, salience version and, to resume from, state."
             )
 
     def flush(self) -> None:
@@ -395,9 +397,13 @@ class Run:
         return {
             "version": STATE_VERSION,
             **self._identity(),
+            "world": self.setup.world,
+            "batch_size": self.setup.batch_size,
+            "global_batch": self.setup.global_batch,
             "evaluations": [list(result) for result in self.evaluations],
             "course": course.state_dict(),
-            "plan": None if not course.open or course.shard is None else tensors(course.shard.plan.arrays()),
+            "plan": None if not course.open or course.shard is None else tensors(course.shard.arrays()),
+            "delivered": self._delivered_by_rank(),
             "parts": {part.name: part.state_dict() for part in self._all},
         }
 
@@ -408,19 +414,11 @@ class Run:
                 f"This state has version {state.get('version')!r} and this salience reads version {STATE_VERSION}: go on with "
                 "the salience that saved it, or start anew with ledger= the ledger of that run."
             )
-        advice = {
-            "population": "resume with the data set it was made from",
-            "world": "resume with as many ranks",
-            "reference": "resume with the same reference= (these are checksums)",
-            "embeddings": "resume with the same embeddings= (these are checksums)",
-            "pieces": "resume with the same window= (these are windows per epoch)",
-        }
-        for key, mine in self._identity().items():
-            if state.get(key) != mine:
-                said = advice.get(key, f"resume with the same {key}")
-                raise StateError(f"The state was saved with {key} {state.get(key)!r}, this run has {mine!r}; {said}.")
+        self._check_fits(state)
         check_stages(state["parts"], self.staging)
         check_auto(state["parts"], self.deciding)
+        if state["world"] != self.setup.world:
+            self._keep_batches(state)
         for part in self._all:
             if part.name in state["parts"]:
                 part.load_state_dict(state["parts"][part.name])
@@ -428,16 +426,69 @@ class Run:
         self.evaluations = [(float(progress), float(metric)) for progress, metric in state["evaluations"]]
         self.course.load_state_dict(state["course"])
         if state["plan"] is not None:
-            plan = Plan.from_arrays(arrays(state["plan"]))
-            self.course.resume(plan.shard(self.setup.rank, self.setup.world), state["course"]["delivered"])
+            saved, (rank, world) = Shard.from_arrays(arrays(state["plan"])), (self.setup.rank, self.setup.world)
+            delivered = state["course"]["delivered"] if state["delivered"] is None else state["delivered"][rank]
+            shard = saved.of(rank) if saved.world == world else saved.among(rank, world, set(delivered))
+            self._check_equal(shard)
+            self.course.resume(shard, delivered)
+
+    def _check_fits(self, state: Mapping[str, Any]) -> None:
+        """Raise StateError unless this run can go on with `state`."""
+        advice = {
+            "population": "resume with the data set it was made from",
+            "reference": "resume with the same reference= (these are checksums)",
+            "embeddings": "resume with the same embeddings= (these are checksums)",
+            "window": "resume with the same window=",
+        }
+        for key, mine in self._identity().items():
+            if state.get(key) != mine:
+                said = advice.get(key, f"resume with the same {key}")
+                raise StateError(f"The state was saved with {key} {state.get(key)!r}, this run has {mine!r}; {said}.")
+        setup = self.setup
+        if state["batch_size"] != setup.batch_size and state["global_batch"] != setup.batch_size * setup.world:
+            raise StateError(
+                f"The state was saved with batch_size {state['batch_size']}, this run has {setup.batch_size} on {setup.world} "
+                f"ranks; resume with the same, or with one that makes steps of {state['global_batch']} samples over all ranks."
+            )
+        if state["delivered"] is not None and state["world"] != setup.world:
+            raise StateError(
+                f"The ranks had different batches behind them when the state was saved (in_order=False does that), so it can "
+                f"only be resumed with as many ranks, {state['world']}; this run has {setup.world}."
+            )
+
+    def _keep_batches(self, state: Mapping[str, Any]) -> None:
+        """Go on with the steps of a run that had another number of ranks: as many samples each, divided anew."""
+        setup, batch = self.setup, int(state["global_batch"])
+        if batch < setup.world:
+            raise StateError(
+                f"The state was saved with {batch} samples per step, which cannot be divided among {setup.world} ranks; resume "
+                f"with at most {batch}."
+            )
+        changes = setup.rank_batch != -(-batch // setup.world)
+        setup.keep_batches_of(batch)
+        if changes and self.feeding is not None:
+            self.feeding.resize()
+        self.voice.warn(
+            f"The run was saved on {state['world']} ranks and goes on with {setup.world}: a step keeps its {batch} samples, so "
+            f"that a rank now takes {setup.rank_batch} of them."
+        )
+
+    def _delivered_by_rank(self) -> list[list[int]] | None:
+        """Batches delivered on each rank where they are not the same, as with in_order=False; None where they are."""
+        ranks, delivered = self.setup.ranks, sorted(self.course.delivered)
+        if ranks is None:
+            return None
+        digest = zlib.crc32(np.array(delivered, dtype=np.int64).tobytes())
+        if len({part for (part,) in ranks.gather_objects([digest])}) == 1:
+            return None
+        return ranks.gather_objects(delivered)
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same for a state to fit."""
         setup = self.setup
         return {
-            "population": setup.n, "world": setup.world, "batch_size": setup.batch_size, "seed": setup.seed,
-            "pieces": setup.pieces, "select": self.planning.described, "reference": checksum(self.sensing.given),
-            "embeddings": self.copying.given,
+            "population": setup.n, "seed": setup.seed, "window": setup.window if setup.pieces > 1 else None,
+            "select": self.planning.described, "reference": checksum(self.sensing.given), "embeddings": self.copying.given,
         }  # fmt: skip
 
 

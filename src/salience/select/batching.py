@@ -20,7 +20,7 @@ class Batching:
     """How the visits of a selecting window become optimizer steps."""
 
     size: int
-    """Samples per step on each rank."""
+    """Samples per step over all ranks in a full window."""
     world: int = 1
     constant: bool = False
     """True if every window has as many steps as a full one, by batches that shrink with its visits."""
@@ -28,8 +28,10 @@ class Batching:
 
     def batch(self, granted: int, population: int) -> int:
         """Samples per step over all ranks in a window that was granted so many visits; never more than there are samples."""
-        per_rank = max(1, round(self.size * granted / population)) if self.constant else self.size
-        return min(self.world * per_rank, max(self.world, population))
+        size = self.size
+        if self.constant:  # as many on every rank
+            size = self.world * max(1, round(size * granted / population / self.world))
+        return min(size, max(self.world, population))
 
     def steps(self, granted: int, population: int, *, last: bool) -> int:
         """Whole batches nearest to `granted` visits; of everything: rounded down, and up in the last window of the run."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,16 @@ class RecentLosses:
         held = losses if self.values is None else torch.cat((self.values.to(losses.device), losses))
         self.values = held[-self.capacity :]
         return torch.searchsorted(self.values.sort().values, losses, right=True).float() / len(self.values)
+
+    def load(self, values: Tensor) -> None:
+        """Go on with these losses, the latest last."""
+        self.values = values[-self.capacity :] if len(values) else None
+
+
+def latest_last(parts: Sequence[Tensor]) -> Tensor:
+    """The recent losses of several ranks as one series, the latest of each at its end."""
+    age = torch.cat([torch.arange(len(part), 0, -1) for part in parts])
+    return torch.cat(list(parts))[age.argsort(descending=True, stable=True)]
 
 
 def pick_positions(percentile: Tensor, count: int, power: float, generator: torch.Generator) -> Tensor:

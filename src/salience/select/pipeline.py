@@ -178,7 +178,7 @@ class Pipeline:
     def batching(self, batch_size: int, world: int, drop_last: bool) -> Batching:
         """How visits become steps, with `batch_size` samples per step over all ranks in a full window."""
         constant = self.config.steps == "constant"
-        return Batching(size=max(1, batch_size // world), world=world, constant=constant, drop_last=drop_last)
+        return Batching(size=max(batch_size, world), world=world, constant=constant, drop_last=drop_last)
 
     def _fetch(
         self, view: View, sifted: Sifted, importance: Floats, ids: Ids, weights: Floats, stock: Stock | None, rng: Rng
