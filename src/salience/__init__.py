@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from salience.feed import Source
     from salience.ledger import Ledger
     from salience.loader import Loader
+    from salience.observer import Observer
     from salience.plan import Plan, Trace
     from salience.schedule import ProgressLR
     from salience.selector import Selector
@@ -38,6 +39,7 @@ __all__ = [
     "LossError",
     "Misattributed",
     "MissingExtra",
+    "Observer",
     "Plan",
     "PluginError",
     "ProgressLR",
@@ -64,6 +66,7 @@ _HOMES = {
     "LossError": "salience.errors",
     "Misattributed": "salience.errors",
     "MissingExtra": "salience.errors",
+    "Observer": "salience.observer",
     "Plan": "salience.plan",
     "PluginError": "salience.errors",
     "ProgressLR": "salience.schedule",
