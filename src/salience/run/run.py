@@ -198,7 +198,15 @@ class Run:
     # --- a loss ---
 
     def loss(
-        self, losses: Tensor, logits: Tensor | None, targets: Tensor | None, ids: Tensor | None, *, again: bool
+        self,
+        losses: Tensor,
+        logits: Tensor | None,
+        targets: Tensor | None,
+        ids: Tensor | None,
+        *,
+        again: bool,
+        counts: Tensor | None = None,
+        total: Tensor | float | None = None,
     ) -> Tensor:
         """Record the losses of a batch and return their weighted mean."""
         begin = time.perf_counter()
@@ -217,7 +225,9 @@ class Run:
         self.recording.record(batch, losses, logits, targets, kept)
         self.watching.watch.add("record", time.perf_counter() - begin)
         self.sensing.train_proxy(batch, kept, targets)
-        return self.recording.weighted_mean(batch, losses, logits, kept, self.planning.robust)
+        return self.recording.weighted_mean(
+            batch, losses, logits, kept, self.planning.robust, counts=counts, total=total
+        )
 
     def weigh(self, losses: Tensor, logits: Tensor | None, targets: Tensor | None) -> Tensor:
         """`loss` inside a compiled step: record, and return the weights that sum the losses to their weighted mean."""
