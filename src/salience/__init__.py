@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from salience.gradients import sync
     from salience.ledger import Ledger
     from salience.loader import Loader
+    from salience.observer import Observer
     from salience.plan import Plan, Trace
     from salience.schedule import ProgressLR
     from salience.selector import Selector
@@ -41,6 +42,7 @@ __all__ = [
     "LossError",
     "Misattributed",
     "MissingExtra",
+    "Observer",
     "Plan",
     "PluginError",
     "ProgressLR",
@@ -69,6 +71,7 @@ _HOMES = {
     "LossError": "salience.errors",
     "Misattributed": "salience.errors",
     "MissingExtra": "salience.errors",
+    "Observer": "salience.observer",
     "Plan": "salience.plan",
     "PluginError": "salience.errors",
     "ProgressLR": "salience.schedule",

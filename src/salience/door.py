@@ -119,6 +119,8 @@ class Door:
         ids: Tensor | None = None,
         *,
         again: bool = False,
+        counts: Tensor | None = None,
+        total: Tensor | float | None = None,
     ) -> Tensor:
         """Record per-sample losses and return their weighted mean, sum(w * l) / B.
 
@@ -132,14 +134,20 @@ class Door:
         Each batch has one loss, in the order of delivery; a loop that fetches ahead passes the `ids` that came with the
         batch. `again=True` allows a second loss for the same batch. Inside a step compiled by `torch.compile` it is one
         operator of the graph.
+
+        Where each loss is the mean of `counts` [B] items (tokens) that are to weigh alike, and where gradients are accumulated
+        over batches that may differ in size, `total` is the number of items (without `counts`: of samples) of the whole step,
+        over all its batches and ranks: the result is sum(w * l * counts) * world / total, to be added up and not averaged.
         """
         if torch.compiler.is_compiling():
-            if ids is not None:
-                raise LossError("loss() inside a compiled step takes no ids=; call it outside, or drop ids.")
+            if ids is not None or counts is not None or total is not None:
+                raise LossError(
+                    "loss() inside a compiled step takes no ids=, counts= or total=; call it outside, or drop them."
+                )
             if not isinstance(targets, Tensor | None):
                 raise LossError("loss() inside a compiled step takes no mixed targets; call it outside.")
             return weighted_sum(losses, logits, targets, self._handle)
-        return self._run.loss(losses, logits, targets, ids, again=again)
+        return self._run.loss(losses, logits, targets, ids, again=again, counts=counts, total=total)
 
     def skip(self) -> None:
         """Say that the batch delivered last gets no loss, on purpose."""

@@ -273,10 +273,18 @@ class Recording(Part):
         return torch.ones(len(batch.ids), device=device) if weights is None else weights.clone()
 
     def weighted_mean(
-        self, batch: Batch, losses: Tensor, logits: Tensor | None, kept: Tensor | None, robust: float | str
+        self,
+        batch: Batch,
+        losses: Tensor,
+        logits: Tensor | None,
+        kept: Tensor | None,
+        robust: float | str,
+        *,
+        counts: Tensor | None = None,
+        total: Tensor | float | None = None,
     ) -> Tensor:
         """sum(w * l) / B; over several ranks sum(w * l) * world / B_global, so that DDP's mean is the batch's gradient."""
-        visits = self._visits(batch)
+        visits, share = self._visits(batch), self._divisor(batch, len(losses), kept, counts, total)
         weights = self._weights_of(batch, visits, losses.device)
         if weights is not None and kept is not None:
             weights = weights[kept.to(weights.device)]
@@ -284,11 +292,27 @@ class Recording(Part):
             how_much = strength(robust, visits.shard.plan.noise)
             if how_much > 0:  # what is learnt from, not what is recorded
                 losses = losses + how_much * early_learning(logits, batch.ids, self.ledger)
-        share = self._share(batch, visits, len(losses))
-        if weights is None and share == len(losses):
+        if counts is not None:
+            losses = losses * (counts if kept is None else counts[kept.to(counts.device)])
+        elif weights is None and not isinstance(share, Tensor) and share == len(losses):
             return losses.mean()
         weighted = losses if weights is None else losses.float() * weights
         return weighted.sum() / share
+
+    def _divisor(
+        self, batch: Batch, length: int, kept: Tensor | None, counts: Tensor | None, total: Tensor | float | None
+    ) -> Tensor | float:
+        """What the sum of a batch's weighted losses is divided by, so that DDP's mean over ranks is the batch's gradient;
+        of a step of several batches (`total`), so that their sum is."""
+        if counts is not None and counts.shape != (len(batch.ids),):
+            raise LossError(f"counts have shape {tuple(counts.shape)}; pass one per sample, [{len(batch.ids)}].")
+        if total is not None:
+            return total / self._setup.world * (1 if kept is None else len(kept) / len(batch.ids))
+        if counts is not None and self._setup.world > 1:
+            raise LossError("counts= needs total= with several ranks: the items of the whole step over all ranks.")
+        if counts is not None:
+            return (counts if kept is None else counts[kept.to(counts.device)]).sum()
+        return self._share(batch, self._visits(batch), length)
 
     def mean_weights(self, batch: Batch, losses: Tensor, robust: float | str) -> Tensor:
         """Weights [B] that sum the losses of a whole batch to what `weighted_mean` gives."""

@@ -218,7 +218,15 @@ class Run:
     # --- a loss ---
 
     def loss(
-        self, losses: Tensor, logits: Tensor | None, targets: Targets | None, ids: Tensor | None, *, again: bool
+        self,
+        losses: Tensor,
+        logits: Tensor | None,
+        targets: Targets | None,
+        ids: Tensor | None,
+        *,
+        again: bool,
+        counts: Tensor | None = None,
+        total: Tensor | float | None = None,
     ) -> Tensor:
         """Record the losses of a batch and return their weighted mean."""
         begin = time.perf_counter()
@@ -237,7 +245,9 @@ class Run:
         self.recording.record(batch, losses, logits, classes, kept)
         self.watching.watch.add("record", time.perf_counter() - begin)
         self.sensing.train_proxy(batch, kept, classes if hard else None)
-        return self.recording.weighted_mean(batch, losses, logits, kept, self.planning.robust)
+        return self.recording.weighted_mean(
+            batch, losses, logits, kept, self.planning.robust, counts=counts, total=total
+        )
 
     def pick(
         self,

@@ -1,0 +1,82 @@
+"""One loss per sample from a model's logits and labels, for the usual tasks of Hugging Face's models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from salience.errors import LossError
+
+IGNORED = -100
+"""Label of positions that do not count."""
+
+
+class PerSample(NamedTuple):
+    """Losses of a batch, and what the ledger can learn besides."""
+
+    losses: Tensor
+    """Mean over the items of each sample, [B]."""
+    counts: Tensor | None = None
+    """Items of each sample, [B]; None = one each."""
+    logits: Tensor | None = None
+    """[B, C], where a sample has one class."""
+    targets: Tensor | None = None
+
+
+def per_sample_losses(
+    outputs: Any, labels: Tensor | None, *, shift: bool = False, smoothing: float = 0.0, problem: str | None = None
+) -> PerSample:
+    """Classification, multi-label classification and regression of samples; classes of tokens, with `shift` of the next one.
+
+    `problem` is the model's `config.problem_type`; without it the shapes and types decide, as in the models themselves.
+    """
+    logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]  # pyright: ignore[reportUnknownVariableType]
+    if not isinstance(labels, Tensor) or not isinstance(logits, Tensor):
+        raise LossError("The batch has no labels, or the model no logits; pass per_sample=, which returns losses [B].")
+    logits, whole = logits.float(), not labels.is_floating_point()
+    if whole and logits.dim() == 2 and labels.dim() == 1 and logits.shape[1] > 1:
+        losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+        return PerSample(losses, logits=logits.detach(), targets=labels)
+    if whole and logits.dim() == 3 and labels.dim() == 2:
+        if shift:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        each = F.cross_entropy(
+            logits.transpose(1, 2), labels, reduction="none", ignore_index=IGNORED, label_smoothing=smoothing
+        )
+        counts = (labels != IGNORED).sum(dim=1)
+        return PerSample(each.sum(dim=1) / counts.clamp(min=1), counts)
+    several = logits.dim() == 2 and labels.shape == logits.shape and logits.shape[1] > 1
+    if several and not whole and problem != "regression":
+        return PerSample(F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="none").mean(dim=1))
+    if logits.dim() == 2 and labels.numel() == logits.numel() and not (several and whole):
+        return PerSample((logits - labels.view_as(logits)).square().mean(dim=1))
+    raise LossError(
+        f"Logits of shape {tuple(logits.shape)} with labels {labels.dtype} of shape {tuple(labels.shape)}: how losses per "
+        "sample are made of them is not known; pass per_sample=, which returns losses [B]."
+    )
+
+
+def check_against_model(found: PerSample, outputs: Any) -> bool:
+    """Raise LossError if the mean of the losses is not the loss that the model itself returns, where it returns one."""
+    own = outputs.get("loss") if isinstance(outputs, Mapping) else None
+    if isinstance(own, Tensor):
+        counts = torch.ones_like(found.losses) if found.counts is None else found.counts
+        mean = float((found.losses.detach() * counts).sum() / counts.sum().clamp(min=1))
+        if not math.isclose(mean, float(own.detach()), rel_tol=0.01, abs_tol=1e-4):
+            raise LossError(
+                f"The mean of the losses per sample is {mean:.6g} and the model's own loss {float(own.detach()):.6g}: it has "
+                "terms that are not known here, or another task; pass per_sample=, which returns its losses [B]."
+            )
+    return True
+
+
+def count_items(labels: Any, samples: int, shift: bool) -> int:
+    """Items that weigh alike: tokens with a label where each token has one, else samples."""
+    if isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point():
+        return int(((labels[:, 1:] if shift else labels) != IGNORED).sum())
+    return samples

@@ -1,0 +1,213 @@
+"""salience.Observer: the ledger, findings and report for loops that draw their own samples. Nothing else is touched."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from salience._version import __version__
+from salience.errors import ConfigError, LossError, StateError
+from salience.events import EventLog
+from salience.ledger import COLUMNS, Ledger
+from salience.ranks import current_ranks
+from salience.report.sinks import Sink
+from salience.run.part import Setup, Voice
+from salience.run.planning import Planning
+from salience.run.recording import Recording, check_losses
+from salience.run.watching import open_sinks
+from salience.select import preset
+from salience.select.findings import Study, study
+from salience.select.summary import summarise
+
+STATE_VERSION = 1
+NO_PRIORITY = 1e-6
+"""Added to every loss, so that a sample whose loss is 0 can still be drawn."""
+
+
+class Observer:
+    """Records the losses of samples that somebody else drew.
+
+        observer = salience.Observer(len(data))
+        for ids, x, y in my_own_batches():
+            logits = model(x)
+            losses = F.cross_entropy(logits, y, reduction="none")
+            losses.mean().backward(); ...
+            observer.record(ids, losses, logits, y)
+        print(observer.report())
+
+    A window, by which the ledger tells recent from old, is `n` recorded samples over all ranks. `labels` are the classes,
+    int [n], where they are known beforehand; `ledger`, `log`, `sinks` and `strict` are those of `Loader`.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        *,
+        labels: npt.ArrayLike | None = None,
+        ledger: Ledger | str | Path | None = None,
+        log: EventLog | str | Path | None = None,
+        sinks: Sequence[str | Sink] = (),
+        strict: bool = False,
+    ) -> None:
+        self._setup = Setup(n=n, batch_size=1, epochs=None, seed=0, drop_last=False, ranks=current_ranks())
+        self.events = log if isinstance(log, EventLog) else EventLog(log if self._setup.rank == 0 else None)
+        """The event log."""
+        self._voice = Voice(self.events, strict=strict)
+        open_sinks(self._setup, self._voice, sinks)
+        self._recording = Recording(self._setup, self._voice, ledger)
+        self._planning = Planning(self._setup, None, self._voice)
+        if labels is not None:
+            self._recording.ledger.set_labels(labels)
+        self._recorded = self._batches = self._window = 0
+        self._opened_at = time.perf_counter()
+        self._study: Study | None = None
+        self.events.emit(
+            "run", salience=__version__, torch=torch.__version__, population=n, batch_size=1, epochs=None, seed=0,
+            world=self._setup.world, drop_last=False, select="observe",
+        )  # fmt: skip
+
+    @property
+    def n(self) -> int:
+        """Samples there are."""
+        return self._setup.n
+
+    @property
+    def visits(self) -> int:
+        """Losses recorded so far; with several ranks, as many as if all had recorded what this one did."""
+        return self._recorded * self._setup.world
+
+    # --- a batch ---
+
+    def record(
+        self,
+        ids: Tensor | npt.ArrayLike,
+        losses: Tensor,
+        logits: Tensor | None = None,
+        targets: Tensor | None = None,
+        *,
+        trained: bool = True,
+    ) -> None:
+        """Enter one loss per sample, [B], for the samples `ids`, int [B]; an id may stand twice.
+
+        With `logits` [B, C] and integer `targets` [B], the ledger also learns margins, guesses and more. Ids on the CPU and
+        losses on a GPU cost no synchronisation. `trained=False`: the samples were looked at and not trained on.
+        """
+        rows = self._rows(ids)
+        check_losses("record", losses, len(rows))
+        logits, targets = self._recording.usable(losses, logits, targets)
+        window = self.visits // self.n
+        if window > self._window and self._setup.ranks is None:
+            self.flush()
+        self._recording.recorder.record(rows, losses, logits, targets, window=window, trained=trained)
+        self._recorded, self._batches = self._recorded + len(rows), self._batches + 1
+
+    def forget(self, ids: Tensor | npt.ArrayLike) -> None:
+        """The samples `ids` are others from now on: nothing is known of them, as after a replay buffer was written to."""
+        rows, ledger = self._rows(ids), self._recording.ledger
+        self.flush()
+        if self._setup.ranks is None or self._setup.ranks.leads_node:
+            for name, column in COLUMNS.items():
+                ledger[name][rows] = column.first
+            ledger.vote[rows], ledger.vote_p[rows] = 0, 0
+
+    def priorities(self, power: float = 0.6) -> npt.NDArray[np.float32]:
+        """Probabilities to draw each sample with, float32 [n], sum 1: (last loss + 1e-6)^power (Schaul et al. 2016).
+
+        Samples without a loss count as the highest so far. `power` 0 is uniform, 1 proportional to the loss.
+        """
+        if not 0 <= power <= 1:
+            raise ConfigError(f"priorities: power is {power}; it must be from 0 (uniform) to 1 (proportional).")
+        last = self.ledger.last_loss.astype(np.float64)
+        known = np.isfinite(last)
+        size = np.abs(np.where(known, last, np.abs(last[known]).max(initial=0.0))) + NO_PRIORITY
+        weight = size**power
+        return (weight / weight.sum()).astype(np.float32)
+
+    def _rows(self, ids: Tensor | npt.ArrayLike) -> npt.NDArray[np.int64]:
+        array = ids.detach().cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids)
+        if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
+            raise LossError(f"ids are {array.dtype} of shape {array.shape}; pass one integer per sample, [B].")
+        if len(array) and (array.min() < 0 or array.max() >= self.n):
+            raise LossError(
+                f"ids go from {array.min()} to {array.max()}; with {self.n} samples they must be from 0 to {self.n - 1}."
+            )
+        return array.astype(np.int64)  # a copy: the caller may modify these in place
+
+    # --- windows ---
+
+    def flush(self) -> None:
+        """Enter what was recorded into the ledger. Collective with several ranks: every rank calls it equally often."""
+        self._recording.flush(self._window)
+        if (window := self.visits // self.n) > self._window:
+            self._close(window)
+
+    def _close(self, window: int) -> None:
+        """As many samples as there are were recorded: a window ends."""
+        self._planning.note_course(self._recording.ledger)
+        now = time.perf_counter()
+        self.events.emit(
+            "window", window=self._window, batches=self._batches, of=self._batches, finished=True, visited=self.visits,
+            seconds=now - self._opened_at,
+        )  # fmt: skip
+        self._window, self._batches, self._opened_at = window, 0, now
+
+    def evaluated(self, metric: float, **more: float) -> None:
+        """Report a validation result, higher is better; it goes into the event log."""
+        self.events.emit(
+            "evaluated", metric=float(metric), progress=0.0, window=self._window, visited=self.visits, **more
+        )
+
+    # --- what is known ---
+
+    @property
+    def ledger(self) -> Ledger:
+        """What is known of every sample, up to date; with several ranks, as of the last `flush()`."""
+        if self._setup.ranks is None:
+            self.flush()
+        return self._recording.ledger
+
+    def summary(self) -> dict[str, Any]:
+        """What was learnt so far, as plain numbers. Collective with several ranks."""
+        self.flush()
+        return summarise(
+            self._recording.ledger, preset("default"), windows=max(10, self._window), seed=0, batch_size=1,
+            studied=self._studied(),
+        )  # fmt: skip
+
+    def report(self) -> str:
+        """The summary as text, also written to the event log, as are the findings. Collective with several ranks."""
+        from salience.report.text import render
+
+        before, summary = self._study, self.summary()
+        if self._studied() is not before:
+            self.events.emit(self._studied().findings)
+        return render(self.events.emit("observed", summary=summary)["summary"])
+
+    def _studied(self) -> Study:
+        self._study = study(self._recording.ledger, windows=self._window, visits=self.visits, last=self._study)
+        return self._study
+
+    # --- saved ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything recorded so far. Collective with several ranks."""
+        self.flush()
+        return {
+            "version": STATE_VERSION, "population": self.n, "recorded": self._recorded, "window": self._window,
+            "batches": self._batches, "recording": self._recording.state_dict(),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict()` was taken."""
+        for key, mine in (("version", STATE_VERSION), ("population", self.n)):
+            if state.get(key) != mine:
+                raise StateError(f"The state was saved with {key} {state.get(key)!r}, this observer has {mine!r}.")
+        self._recording.load_state_dict(state["recording"])
+        self._recorded, self._window, self._batches = (int(state[k]) for k in ("recorded", "window", "batches"))
