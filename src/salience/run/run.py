@@ -111,6 +111,10 @@ class Run:
             shard = self._plan(worker_seed).shard(self.setup.rank, self.setup.world)
             self._check_equal(shard.plan)
             course.begin(shard, self.planning.later(course.window, len(shard.plan)))
+            if not len(shard):
+                self.voice.warn_once(
+                    f"drop_last leaves no batch: there are {len(shard.plan)} samples and a batch has {shard.plan.batch_size}."
+                )
             if course.window == self.setup.windows:
                 self.voice.warn_once(
                     f"More epochs are made than epochs={self.setup.epochs}: they go on as the last one; progress stays at 1."
