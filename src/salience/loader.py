@@ -195,7 +195,7 @@ class Loader(Door, Generic[T]):
     def __iter__(self) -> BatchIterator:
         """One epoch: batches as the user's collate made them, or `(ids, batch)` with `with_ids`."""
         now = _length(self.dataset)
-        if now != self.n:
+        if now != self._run.setup.n:
             raise DataError(
                 f"The data set had {self.n} samples and now has {now}; make a new Loader when the data set changes."
             )

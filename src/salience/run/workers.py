@@ -87,7 +87,7 @@ class WorkerSource:
 
     @property
     def has_workers(self) -> bool:
-        return self.num_workers > 0
+        return self.inner.num_workers > 0
 
     @property
     def ahead(self) -> int:
@@ -273,7 +273,8 @@ class Arrivals(Iterator[Batch]):
         if envelope is None:
             return None
         batch = self._source.batch(envelope, self._window)
-        self._feeding.arrived(batch)
+        if self._feeding.feed is not None:
+            self._feeding.arrived(batch)
         return batch
 
     def close(self) -> None:
