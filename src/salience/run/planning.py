@@ -96,8 +96,9 @@ class Planning(Part):
                 steered=self._share, copies=copies, stock=stock,
             )  # fmt: skip
             self._check_known(ledger, plan)
-            if self._even:
-                plan = of_steps(plan, self.steps(window), generator(setup.seed, EVEN, window))
+            short = setup.drop_last and len(plan) < plan.batch_size  # nothing would be left of it
+            if self._even or short:
+                plan = of_steps(plan, 1 if short else self.steps(window), generator(setup.seed, EVEN, window))
         elif isinstance(self.config, Trace):
             plan = self.config.read(window)
         else:
