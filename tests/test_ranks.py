@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -194,3 +196,87 @@ def patience(rank: int) -> Any:
 
 def test_the_deadline_is_a_little_before_the_time_out_of_the_group(run):
     assert run(patience) == [[0.95 * 1800, 5]] * 2
+
+
+REPORTS = """
+import sys, torch, torch.distributed as dist, salience
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+torch.set_num_threads(1)
+rank, port = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+loader = salience.Loader(TensorDataset(torch.randn(64, 8)), 8, epochs=2)
+ddp = DistributedDataParallel(torch.nn.Linear(8, 1))
+for number, (x,) in enumerate(loader):
+    if rank == 0 and number == 2:  # while the other goes on training with the same process group
+        print("local", loader.summary(local=True)["samples"], len(loader.report(local=True)) > 0)
+        loader._run.setup.ranks.deadline = 2.0
+        try:
+            loader.report()
+        except salience.errors.RankError as error:
+            print(error)
+            sys.exit(3)
+    loader.loss(ddp(x).squeeze(1) ** 2).backward()
+"""
+EARLY = """
+import sys, torch, torch.distributed as dist, salience
+from torch.utils.data import TensorDataset
+loader = salience.Loader(TensorDataset(torch.randn(64, 8)), 8)
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2)
+try:
+    next(iter(loader))
+except salience.errors.ConfigError as error:
+    print(error)
+"""
+TRAINS = """
+import sys, torch, torch.distributed as dist, salience
+from torch.utils.data import TensorDataset
+torch.set_num_threads(1)
+rank, port, ends = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+loader = salience.Loader(TensorDataset(torch.randn(64, 8)), 8, epochs=1)
+for (x,) in loader:
+    loader.loss(x.sum(1))
+for _ in range(20):
+    dist.all_reduce(torch.ones(10))
+if ends == "destroyed":
+    dist.destroy_process_group()
+"""
+
+
+def two_scripts(script: str, *arguments: str) -> list[tuple[int, str]]:
+    """Exit status and output of two ranks that run a script and end as scripts do."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(rank), str(port), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    return [(process.returncode, out) for process in ranks for out, _ in [process.communicate(timeout=120)]]
+
+
+def test_a_report_on_one_rank_alone_ends_at_the_deadline_and_says_how_to_make_one():
+    (status, said), (other, _) = two_scripts(REPORTS)
+    assert status == 3
+    assert "local 64 True" in said
+    assert "rank 1 of 2 did not reach it" in said
+    assert "report(local=True)" in said
+    assert other != 0
+
+
+def test_a_loader_made_before_the_process_group_is_refused_when_it_is_iterated():
+    for status, said in two_scripts(EARLY):
+        assert status == 0
+        assert "made before init_process_group()" in said
+
+
+@pytest.mark.parametrize("ends", ["left alone", "destroyed"])
+def test_a_script_ends_with_0_whether_or_not_it_destroys_its_process_group(ends):
+    for _ in range(3):
+        assert [status for status, _ in two_scripts(TRAINS, ends)] == [0, 0]

@@ -182,6 +182,8 @@ class TrainConfig:
     """Which samples are decoded anew: "reuse", "echo" or "auto", as in a Loader; empty decodes every image at every visit."""
     max_broken: float = 0.01
     """Share of the images that may be broken; others stand in for them, with loss weight 0."""
+    balance: bool = False
+    """With several ranks: parts of every batch by measured speed."""
     auto: bool = False
     """Measure the run and change the number of workers if that makes it faster; training itself does not change."""
     sinks: str = ""

@@ -19,6 +19,7 @@ from salience.plan import Plan, Trace
 from salience.ranks import current_ranks
 from salience.report.sinks import Sink
 from salience.run import Run
+from salience.run.balancing import Balancing
 from salience.run.copying import Copying
 from salience.run.iterating import BatchIterator, BatchSource, Iterators
 from salience.run.labels import Targets
@@ -61,6 +62,8 @@ class Parts:
         log: EventLog | str | Path | None,
         sinks: Sequence[str | Sink],
         strict: bool,
+        balance: bool = False,
+        costs: npt.ArrayLike | None = None,
     ) -> None:
         self.setup = Setup(
             n=n, batch_size=batch_size, epochs=epochs, seed=seed, drop_last=drop_last, ranks=current_ranks(),
@@ -77,13 +80,16 @@ class Parts:
         self.recording = Recording(self.setup, self.voice, ledger)
         self.copying = Copying(self.setup, self.voice, self.planning.pipeline, embeddings)
         given = None if reference is None else reference_of(reference, n)
+        self.balancing = None
+        if balance or costs is not None:
+            self.balancing = Balancing(self.setup, self.voice, self.watching.steps, costs, by_speed=balance)
         self.sensing = Sensing(self.setup, self.voice, self.recording.recorder, self.watching.watch, given)
 
     def run(self, **more: Any) -> Run:
         """The run they make up, with `more` parts."""
         return Run(
             self.setup, self.voice, recording=self.recording, planning=self.planning, copying=self.copying,
-            sensing=self.sensing, watching=self.watching, **more,
+            sensing=self.sensing, watching=self.watching, balancing=self.balancing, **more,
         )  # fmt: skip
 
 
@@ -209,6 +215,8 @@ class Door:
         process beside the training, so that what is known of them does not age.
         """
         run = self._run
+        if run.balancing is not None:
+            run.balancing.attach(model)
         kept = run.copying.want_features(observing=features and run.planning.pipeline is None)
         searching = run.copying.search is not None
         run.sensing.attach(
@@ -342,13 +350,17 @@ class Door:
     def probe(self, probe: Probe | None) -> None:
         self._run.watching.probe = probe
 
-    def summary(self) -> dict[str, Any]:
-        """What the run taught us so far: per-class statistics, hardest and never-learnt samples, what could be saved."""
-        return self._run.summary()
+    def summary(self, *, local: bool = False) -> dict[str, Any]:
+        """What the run taught us so far: per-class statistics, hardest and never-learnt samples, what could be saved.
 
-    def report(self) -> str:
-        """The summary as text, also written to the event log, as are the findings behind it."""
-        return self._run.report()
+        With several ranks every rank must call it; `local=True` is for one alone, and tells what this node's ledger knew when
+        the ranks last exchanged their statistics.
+        """
+        return self._run.summary(local=local)
+
+    def report(self, *, local: bool = False) -> str:
+        """The summary as text, also written to the event log, as are the findings behind it; `local` as in `summary`."""
+        return self._run.report(local=local)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on as if never stopped. With several ranks, every rank must call it."""

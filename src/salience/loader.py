@@ -91,6 +91,9 @@ class Loader(Door, Generic[T]):
     what does, and logs every decision. With a `baseline` or `auto="lossy"` also what changes training: `treat` where there
     is `augment`, and `select`. The event log of such a run as `auto` does the same again. `policy="bandit"` tries what is
     expected to gain most instead of testing levers one by one.
+
+    With several ranks, `balance=True` gives each the part of every batch that fits its measured speed, and `costs` (a number
+    per sample, such as its length) divides every batch so that long samples meet long ones and all ranks take as long.
     """
 
     def __init__(
@@ -122,6 +125,8 @@ class Loader(Door, Generic[T]):
         strict: bool = False,
         auto: bool | str | Path = False,
         policy: str = "heuristic",
+        balance: bool = False,
+        costs: npt.ArrayLike | None = None,
         **dataloader: Any,
     ) -> None:
         dataset, reading = _with_reading(dataset, dataloader)
@@ -146,6 +151,7 @@ class Loader(Door, Generic[T]):
             _length(dataset), batch_size=batch_size, epochs=epochs, select=select, seed=seed, drop_last=drop_last,
             window=window, generator=generator, shuffle=shuffle is not False, even=even, ledger=ledger,
             reference=reference, baseline=baseline, embeddings=embeddings, trace=trace, log=log, sinks=sinks, strict=strict,
+            balance=balance, costs=costs,
         )  # fmt: skip
         chooser = Auto(auto, baseline, epochs=epochs, policy=policy) if auto else None
         self.dataset, self.with_ids, self.ids_key, self.generator = dataset, with_ids, ids_key, generator

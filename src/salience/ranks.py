@@ -7,13 +7,15 @@ ranks that have not come as far, wherever the process group has a store to look 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
 import socket
 import time
+import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,6 +62,7 @@ class Ranks:
         elif dim is not None:
             raise ConfigError(f"dim is {dim!r}, which belongs to a DeviceMesh; pass the mesh, or leave dim out.")
         self._group: Any = dist.group.WORLD if group is None else group
+        _ALIVE.add(self)
         self.rank = dist.get_rank(self._group)
         self.world = dist.get_world_size(self._group)
         on_gpu = dist.get_backend(self._group) == "nccl"
@@ -143,6 +146,10 @@ class Ranks:
         padded[: len(tensor)] = tensor
         return [part[:n] for part, n in zip(self.all_gather(padded, name=name), lengths, strict=True)]
 
+    def _let_go(self) -> None:
+        """Hold on to the group no longer: its threads end with the last reference to it."""
+        self._group = self._store = None
+
     def _any(self, here: bool, name: str) -> bool:
         flag = torch.tensor([here], dtype=torch.int64, device=self._device)
         self._wait(name, dist.all_reduce, flag, dist.ReduceOp.MAX, self._group)
@@ -174,7 +181,8 @@ class Ranks:
             who = "a rank was lost or did not reach it (torch.distributed.monitored_barrier names the missing ones under Gloo)"
         return (
             f"Rank {self.rank} gave up the collective {name!r}, for which it waits {self.deadline:g} s at most: {who}. Look "
-            "for the first error of those; every rank must iterate and call state_dict(), summary() and report() equally often."
+            "for the first error of those; every rank must iterate and call state_dict(), summary() and report() equally often "
+            "(on one rank alone: summary(local=True), report(local=True))."
         )
 
     def _behind(self) -> list[int]:
@@ -191,6 +199,27 @@ class Ranks:
         return found
 
 
+_ALIVE: weakref.WeakSet[Ranks] = weakref.WeakSet()
+
+
+@atexit.register
+def _leave() -> None:
+    """End Gloo's threads before the interpreter takes C++ apart, which aborts a process that still has some.
+
+    They belong to the process group: a script that ends without `destroy_process_group`, or a reference to the group that
+    outlives it, leaves them running.
+    """
+    for ranks in list(_ALIVE):
+        ranks._let_go()  # pyright: ignore[reportPrivateUsage]
+    if _ALIVE and dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
+
+
+def started_late(ranks: Ranks | None) -> bool:
+    """True if a process group was made after `ranks` were looked for and none were found."""
+    return ranks is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def current_ranks() -> Ranks | None:
     """The ranks of the default process group; None in a single process."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -198,9 +227,24 @@ def current_ranks() -> Ranks | None:
     return None
 
 
-def joined_late(ranks: Ranks | None) -> bool:
-    """True if this process has joined a process group since it was found to be alone."""
-    return ranks is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+def local_rank() -> int:
+    """The number of this process on its node, as torchrun says; 0 without it."""
+    return int(os.environ.get("LOCAL_RANK") or 0)
+
+
+@contextlib.contextmanager
+def joined_ranks(device: torch.device) -> Generator[Ranks | None]:
+    """The ranks that torchrun started, in a process group that lasts as long as the block; None in a single process."""
+    if int(os.environ.get("WORLD_SIZE") or 1) == 1:
+        yield None
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    ranks = Ranks()
+    yield ranks  # after an error the others are told by the closed connection
+    ranks.barrier()
+    dist.destroy_process_group()
 
 
 def _dimension(mesh: DeviceMesh, dim: str | None) -> dist.ProcessGroup:

@@ -4,7 +4,7 @@
                   evaluate -> loader.evaluated -> checkpoint
 
 Whatever is random depends on (seed, epoch, batch) alone, so a resumed run ends with the very parameters of one that
-was never stopped.
+was never stopped. Under torchrun each rank takes its part of every batch, and rank 0 alone writes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from salience import ledger as ledgers
@@ -36,6 +38,7 @@ from salience.events import Event, EventLog
 from salience.events.coding import plain
 from salience.feed.sizes import parse_bytes
 from salience.loader import Loader
+from salience.ranks import Ranks, joined_ranks, local_rank
 from salience.report.console import SECONDS_BETWEEN_UPDATES, Bars, bars, say, table
 from salience.report.text import render
 from salience.run import resolve
@@ -51,8 +54,7 @@ MAX_KEPT_TEST_BYTES = 1 << 30
 
 def train(config: TrainConfig, saved: Mapping[str, Any] | None = None) -> Tally:
     """Train as `config` says, from the beginning or from the checkpoint `saved`; say how it goes and what came out."""
-    _check_alone()
-    device = find_device(config.device)
+    device = find_device(config.device or (f"cuda:{local_rank()}" if torch.cuda.is_available() else ""))
     folder = Path(config.out)
     if saved is None and checkpoint.exists(folder):
         raise StateError(
@@ -66,17 +68,33 @@ def train(config: TrainConfig, saved: Mapping[str, Any] | None = None) -> Tally:
     Treat.of(config.treat or None)
     parse_bytes(config.cache or "0")
     _check_model(config)
-    with checkpoint.claimed(folder):
+    with joined_ranks(device) as ranks, first_rank_writes(folder, ranks):
+        if ranks is not None and ranks.rank > 0:
+            ranks.barrier()  # rank 0 unpacks what there is to unpack
         with bars() as shown:
             data = open_split(
                 config.data, size=config.size, cache=config.cache, max_broken=config.max_broken,
                 progress=lambda done, of: shown.update("unpacking", done, of),
             )  # fmt: skip
+        if ranks is not None and ranks.rank == 0:
+            ranks.barrier()
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            run = Training(config, data, device, saved)
+            run = Training(config, data, device, saved, ranks)
             run.go()
-        run.finish()
+        if run.rank == 0:
+            run.finish()
     return run.tally
+
+
+@contextmanager
+def first_rank_writes(folder: Path, ranks: Ranks | None) -> Generator[None]:
+    """Rank 0 keeps the folder to itself and says how it goes; the others write and say nothing."""
+    if ranks is None or ranks.rank == 0:
+        with checkpoint.claimed(folder):
+            yield
+        return
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+        yield
 
 
 @dataclass(kw_only=True, slots=True)
@@ -95,7 +113,20 @@ class Tally:
 class Training:
     """Model, optimizer, schedule and loader of one run, and what their checkpoint holds."""
 
-    def __init__(self, config: TrainConfig, data: Split, device: torch.device, saved: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        data: Split,
+        device: torch.device,
+        saved: Mapping[str, Any] | None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.ranks, self.rank, world = ranks, *((0, 1) if ranks is None else (ranks.rank, ranks.world))
+        if config.batch_size % world:
+            raise ConfigError(
+                f"--batch-size {config.batch_size} cannot be divided among {world} ranks; give a multiple of it."
+            )
+        self.batch_size = config.batch_size // world
         rate = config.lr or 0.4 * config.batch_size / 512
         if saved is not None:
             checkpoint.check_fits(saved, replace(config, lr=rate, size=data.size), data.classes, data.checksum)
@@ -108,6 +139,7 @@ class Training:
         self.model = build_model(config, len(data.classes), data.size).to(device)
         if device.type == "cuda":
             self.model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        self.trained: nn.Module = self.model if ranks is None else DistributedDataParallel(self.model)
         self.optimizer = torch.optim.SGD(
             decayed(self.model, config.weight_decay), lr=rate, momentum=MOMENTUM, nesterov=True
         )
@@ -128,7 +160,7 @@ class Training:
 
     def _make_loader(self, *, fresh: bool) -> Loader:
         config = self.config
-        log = EventLog(self.folder / checkpoint.LOG)
+        log = EventLog(self.folder / checkpoint.LOG if self.rank == 0 else None)
         log.listen(_say_trouble)
         logging.getLogger("salience").addHandler(logging.NullHandler())  # warnings are said above, not again to stderr
         known = ledgers.load(checkpoint.ledger_file(config.ledger)) if config.ledger and fresh else None
@@ -139,8 +171,8 @@ class Training:
         # Crops and flips are drawn for whole batches, on the device; so decoded images are what can be kept.
         stages = {"augment": [Stage(torch.from_numpy, random=False, name="tensor")], "treat": config.treat}
         loader = Loader(
-            self.data.train, config.batch_size, epochs=config.epochs, select=config.select or None, seed=config.seed,
-            ledger=known, log=log, auto=config.auto,
+            self.data.train, self.batch_size, epochs=config.epochs, select=config.select or None, seed=config.seed,
+            ledger=known, log=log, auto=config.auto, balance=config.balance,
             sinks=[part.strip() for part in config.sinks.split(",") if part.strip()],
             **(stages if config.treat else {}),
             # Not persistent: when observing, a resumed shuffle would then draw other numbers; and a Loader is part of
@@ -167,7 +199,9 @@ class Training:
                 epoch = self.loader.epoch
                 loss, accuracy, rate = self._epoch(epoch, begin, shown)
                 shown.update("train", self.loader.progress, 1.0, "evaluating")
-                tested = self.evaluate()
+                tested = self.evaluate() if self.rank == 0 else 0.0
+                if self.ranks is not None:  # of batch norm's statistics, rank 0's count
+                    tested = self.ranks.broadcast(tested)
                 self.loader.evaluated(tested)
                 self.tally.accuracies.append(tested)
                 self._clock(begin)
@@ -188,7 +222,7 @@ class Training:
             losses += of_batch
             right += hits
             count += len(y)
-            self.tally.visits += len(y)
+            self.tally.visits = self.loader.visits
             self.number += 1
             if self.config.checkpoint_every and self.number % self.config.checkpoint_every == 0:
                 self._clock(begin)
@@ -206,7 +240,7 @@ class Training:
 
     def _step(self, x: Tensor, y: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
         """One batch; returns the sum of its losses and the number it got right, on the device."""
-        place = (self.config.seed, AUGMENT, epoch, self.number)
+        place = (self.config.seed, AUGMENT, epoch, self.number, *([self.rank] if self.rank else []))
         torch.default_generator.manual_seed(torch_seed(*place, 1))  # for a model with dropout
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index].manual_seed(torch_seed(*place, 1))
@@ -227,7 +261,7 @@ class Training:
         if self.device.type == "cuda":
             x = x.contiguous(memory_format=torch.channels_last)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
-            logits: Tensor = self.model(x)
+            logits: Tensor = (self.trained if self.model.training else self.model)(x)
         if logits.shape != (len(x), len(self.data.classes)):
             raise ConfigError(
                 f"Model {self.config.model!r} returned shape {tuple(logits.shape)} for {len(x)} images of "
@@ -268,7 +302,8 @@ class Training:
             "schedule": self.schedule.state_dict(),
             "loader": self.loader.state_dict(),
         }
-        checkpoint.write(self.folder, state)
+        if self.rank == 0:
+            checkpoint.write(self.folder, state)
 
     def _restore(self, saved: Mapping[str, Any]) -> None:
         self.loader.load_state_dict(saved["loader"])
@@ -305,7 +340,7 @@ class Training:
             )],
         )  # fmt: skip
         if not config.select:
-            event = self.loader.events.emit("observed", summary=self.loader.summary())
+            event = self.loader.events.emit("observed", summary=self.loader.summary(local=True))
             say()
             say(render(event["summary"], names=self.data.classes))
             say()
@@ -349,16 +384,6 @@ def decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-
-
-def _check_alone() -> None:
-    """Refuse to be one of several processes: each would train by itself and write into the same folder."""
-    world = os.environ.get("WORLD_SIZE", "1")
-    if world not in ("", "1"):
-        raise ConfigError(
-            f"salience train runs in one process, and WORLD_SIZE is {world}: start it without torchrun, or use "
-            "salience.Loader in a script of your own, which takes its share on every rank."
-        )
 
 
 def _check_model(config: TrainConfig) -> None:

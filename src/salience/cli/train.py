@@ -4,6 +4,7 @@
     salience train --data photos.tar.gz --select default --out runs/less
     salience train --data s3://bucket/shards --cache 4GiB --treat reuse --auto
     salience train --resume --out runs/less
+    torchrun --nproc-per-node 2 -m salience train --data photos/ --balance
 
 Where there is no test split, every tenth image of each class is held out. Without --select training is plain, and
 a report says what could be saved. --resume goes on after a kill with the settings of the run; what is given
@@ -25,7 +26,7 @@ HELP = {
     "data": "folder of images (class = directory), .tar/.tar.gz of one, packed shards, or their s3:// or https:// URL",
     "model": "mlp, cnn, resnet9, resnet18, or pkg.module:factory",
     "epochs": "passes over the data",
-    "batch_size": "images a step",
+    "batch_size": "images a step, over all ranks",
     "lr": "peak learning rate; 0 takes 0.4 * batch size / 512",
     "weight_decay": "weight decay, on weights but not on biases and norms",
     "size": "pixels of a side; 0 takes the first image's shorter side, at most 224",
@@ -36,6 +37,7 @@ HELP = {
     "treat": "which images are decoded anew: reuse, echo or auto; without it, all at every visit",
     "max_broken": "share of the images that may be broken, others standing in for them",
     "auto": "measure the run and keep what makes it faster; training stays what it is",
+    "balance": "under torchrun: give each rank the part of every batch that fits its speed",
     "sinks": "where figures go as well: tensorboard:FOLDER, wandb:PROJECT, mlflow:URI; commas between several",
     "seed": "same seed, same run",
     "device": "cpu, cuda, cuda:1, ...; without it, the best there is",

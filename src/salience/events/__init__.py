@@ -4,6 +4,7 @@ from salience.events.coding import build, decode, encode
 from salience.events.findings import ClassFinding, CopyGroup, Findings, Hard, Suspect, VisitFinding
 from salience.events.kinds import (
     KINDS,
+    Balanced,
     CopiesFound,
     Evaluated,
     EventData,
@@ -34,6 +35,7 @@ from salience.events.timing import (
 __all__ = [
     "KINDS",
     "VERSION",
+    "Balanced",
     "BottleneckFound",
     "ClassFinding",
     "CopiesFound",

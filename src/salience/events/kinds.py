@@ -113,6 +113,19 @@ class Evaluated:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Balanced:
+    """balance=True changed the parts of the batches that the ranks take."""
+
+    kind: ClassVar[str] = "balanced"
+    window: int
+    """First window with the new parts."""
+    shares: tuple[float, ...] = ()
+    """Part of every batch, by rank; they sum to 1."""
+    gain: float = 1.0
+    """By how much steps were expected to become faster."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Steered:
     """keep = "auto" changed the share that is kept."""
 
@@ -274,7 +287,7 @@ class Warned:
 
 
 EventData = (
-    RunStarted | WindowPlanned | SignalsChosen | WindowClosed | Evaluated | Steered | SamplesScored | CopiesFound
+    RunStarted | WindowPlanned | SignalsChosen | WindowClosed | Evaluated | Balanced | Steered | SamplesScored | CopiesFound
     | Findings | SampleBroken | FeedCounted | TreatCounted | BottleneckFound | LeverDecided | SettingsChanged
     | Summarised | Warned
 )  # fmt: skip

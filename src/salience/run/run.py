@@ -13,11 +13,12 @@ from torch import Tensor
 
 from salience._version import __version__
 from salience.config import SelectConfig
-from salience.errors import LossError, PluginError, StateError
+from salience.errors import ConfigError, LossError, PluginError, StateError
 from salience.ledger import Ledger
 from salience.plan import Plan, Shard
-from salience.ranks import Ranks, joined_late
+from salience.ranks import Ranks, started_late
 from salience.run.arrays import arrays, tensors
+from salience.run.balancing import Balancing
 from salience.run.copying import Copying
 from salience.run.course import Course
 from salience.run.deciding import Deciding, check_auto
@@ -58,12 +59,14 @@ class Run:
         feeding: Feeding | None = None,
         staging: Staging | None = None,
         deciding: Deciding | None = None,
+        balancing: Balancing | None = None,
         options: dict[str, Any] | None = None,
     ) -> None:
         self.setup, self.voice, self.events = setup, voice, voice.events
         self.recording, self.planning, self.copying, self.sensing = recording, planning, copying, sensing
         self.watching, self.feeding, self.staging, self.deciding = watching, feeding, staging, deciding
-        named = deciding, feeding, staging, copying, recording, sensing, planning, watching
+        self.balancing = balancing
+        named = deciding, feeding, staging, copying, recording, sensing, planning, watching, balancing
         self._all: tuple[Part, ...] = tuple(part for part in named if part is not None)
         self.course = Course()
         self.course.visits_expected = planning.total_visits
@@ -97,10 +100,10 @@ class Run:
         epoch goes on, where it is planned in pieces; else what is left of an epoch that was broken off is passed over.
         """
         course = self.course
-        if joined_late(self.setup.ranks):
-            raise StateError(
-                "This run was made before torch.distributed.init_process_group(), so every rank would train on all samples; "
-                "make it afterwards."
+        if started_late(self.setup.ranks):
+            raise ConfigError(
+                "This loader was made before init_process_group(), so that every rank would train on everything; make it "
+                "afterwards."
             )
         if course.open and not course.pending:
             self.close()
@@ -108,7 +111,7 @@ class Run:
             if not goes_on and not course.resumed:
                 course.window += -course.window % self.setup.pieces
             self._prepare()
-            shard = self._plan(worker_seed).shard(self.setup.rank, self.setup.world)
+            shard = self._divide(self._plan(worker_seed))
             if self.setup.ranks is not None:
                 self._check_equal(shard, self.setup.ranks)
             course.begin(shard, self.planning.later(course.window, len(shard.plan)))
@@ -126,7 +129,7 @@ class Run:
                 self.sensing.ask_scores(shard.plan.ids, course.window)
         elif self.planning.redraws and self.staging is None and not course.resumed:
             self.planning.order.unused(workers=workers)  # as a DataLoader, whose every iter() draws
-            course.replace(self._plan(worker_seed).shard(self.setup.rank, self.setup.world))
+            course.replace(self._divide(self._plan(worker_seed)))
         self.choose_parts()
         shard = course.shard
         assert shard is not None
@@ -198,6 +201,12 @@ class Run:
                 f"The plan of window {plan.window} is empty: select leaves nothing to train on; choose another."
             )
         return plan
+
+    def _divide(self, plan: Plan) -> Shard:
+        """This rank's part of a plan."""
+        if self.balancing is None:
+            return plan.shard(self.setup.rank, self.setup.world)
+        return self.balancing.divide(plan)
 
     def _check_equal(self, shard: Shard, ranks: Ranks) -> None:
         """Every rank has made the plan for itself: stop all ranks if the plans, or how they are divided, differ."""
@@ -352,9 +361,10 @@ class Run:
         """True if the window in progress is the last one of its epoch."""
         return (self.course.window + 1) % self.setup.pieces == 0
 
-    def summary(self) -> dict[str, Any]:
-        """What the run taught so far, as plain numbers."""
-        self.flush()
+    def summary(self, *, local: bool = False) -> dict[str, Any]:
+        """What the run taught so far, as plain numbers; `local` = without asking other ranks."""
+        if self.setup.ranks is None or not local:
+            self.flush()
         setup, course, config = self.setup, self.course, self.planning.config
         selects, epochs = isinstance(config, SelectConfig), course.window // setup.pieces
         return summarise(
@@ -364,14 +374,15 @@ class Run:
             selected=(epochs, course.visits_before) if selects else None,
         )  # fmt: skip
 
-    def report(self) -> str:
+    def report(self, *, local: bool = False) -> str:
         """The summary as text, with what each part has to say; also written to the event log."""
         from salience.report.text import render
 
-        self.flush()
-        self._look_for_copies(last=True)
+        if self.setup.ranks is None or not local:
+            self.flush()
+            self._look_for_copies(last=True)
         self._emit_findings()
-        text = render(self.events.emit("observed", summary=self.summary())["summary"])
+        text = render(self.events.emit("observed", summary=self.summary(local=local))["summary"])
         if self.feeding is not None:
             self.feeding.compare(self.planning.trace, None if self.staging is None else self.staging.treating.unread)
         return "\n\n".join([text, *filter(None, (part.report() for part in self.parts))])
