@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import zipfile
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import numpy as np
+from numpy.lib import format as npy
 
 from salience.errors import StateError
 
@@ -63,18 +65,49 @@ def write_npz(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def read_npz(path: str | Path, wanted: str, what: str) -> dict[str, Any]:
-    """All arrays of a file that `write_npz` wrote with format `wanted`; never unpickles."""
+    """All arrays of a file that `write_npz` wrote with format `wanted`; never unpickles, and reads no more than the file."""
     try:
-        with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
+        with Path(path).open("rb") as file:
+            arrays = _arrays(file)
     except FileNotFoundError as cause:
         raise StateError(f"There is no {what} at {str(path)!r}.") from cause
-    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as cause:
-        raise StateError(f"{str(path)!r} is damaged or not a {what}: {cause}.") from cause
+    except Exception as cause:  # a damaged file can break a parser in any way
+        raise StateError(f"{str(path)!r} is damaged or not a {what}: {cause or type(cause).__name__}.") from cause
     found = str(arrays.pop("format", "nothing"))
     if found != wanted:
         raise StateError(f"{str(path)!r} is not a {what}: its format is {found!r}, wanted {wanted!r}.")
     return arrays
+
+
+def _arrays(file: BinaryIO) -> dict[str, np.ndarray]:
+    """The arrays of an npz without compression; each must be as large as its header says before memory is taken for it."""
+    left = os.fstat(file.fileno()).st_size
+    arrays: dict[str, np.ndarray] = {}
+    with zipfile.ZipFile(file) as archive:
+        for member in archive.infolist():
+            name = member.filename.removesuffix(".npy")
+            left -= member.file_size
+            if member.compress_type != zipfile.ZIP_STORED or left < 0 or name in arrays:
+                raise ValueError(f"{name!r} is compressed, larger than the file or there twice")
+            with archive.open(member) as stream:
+                header = _size(stream)
+            if header != member.file_size:
+                raise ValueError(f"{name!r} has {member.file_size} bytes, and its header says {header}")
+            with archive.open(member) as stream:
+                arrays[name] = npy.read_array(stream, allow_pickle=False)
+    return arrays
+
+
+def _size(stream: IO[bytes]) -> int:
+    """Bytes of a header and of what it announces, from the start of an array's file."""
+    version = npy.read_magic(stream)
+    read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+    if version not in read:
+        raise ValueError(f"arrays of format {version} are not read")
+    shape, _, dtype = read[version](stream)
+    if dtype.hasobject or not dtype.itemsize or min(shape, default=0) < 0:
+        raise ValueError(f"an array of shape {shape} and {dtype} is not read")
+    return stream.tell() + math.prod(shape) * dtype.itemsize
 
 
 def _sync_folder(folder: Path) -> None:
