@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import salience
-from salience.config import Fetching
+from salience.config import Fetching, SelectConfig, Use
 from salience.errors import ConfigError
 from salience.ledger import Ledger
 from salience.select import Pipeline
@@ -175,3 +175,39 @@ def test_plans_are_the_same_for_the_same_stock_and_say_what_was_exchanged(world)
 def test_a_wrong_fetch_table_is_named(table):
     with pytest.raises(ConfigError, match=r"select\.fetch"):
         salience.select.preset("io").merged({"fetch": table})
+
+
+def test_an_exchange_withdraws_the_promise_of_unbiased_weights_once_aloud_and_in_every_plan(world):
+    """Expected window loss by Monte Carlo: that of all samples without fetch, another one with it, and then it is said."""
+    *_, stock, _ = world
+    ledger = Ledger(N)
+    rng = np.random.default_rng(1)
+    loss = rng.exponential(size=N).astype(np.float32)
+    ledger.record(np.arange(N), {"loss": loss}, window=0)
+    ledger.var_loss[:] = loss  # what varies most is looked at again first
+    config = SelectConfig(scores=(Use(name="loss"),), sampler=Use(name="probability"), keep=Use(name="constant"))
+
+    def expected(fetch, warn):
+        pipeline = Pipeline(dataclasses.replace(config, fetch=fetch), strict=True, warn=warn)
+        plans = [
+            pipeline.plan(ledger, window=5, windows=20, batch_size=50, seed=seed, stock=stock) for seed in range(200)
+        ]
+        means = np.array([(plan.weights * loss[plan.ids]).mean() for plan in plans])
+        return means.mean(), means.std() / np.sqrt(len(means)), plans
+
+    said: list[str] = []
+    mean, error, _ = expected(None, said.append)
+    assert abs(mean - loss.mean()) < 4 * error
+    assert not said
+    mean, error, plans = expected(Fetching(), said.append)
+    assert abs(mean - loss.mean()) > 10 * error
+    assert len(said) == 1
+    assert "'probability'" in said[0]
+    assert "no longer estimate those of all samples" in said[0]
+    assert all("the weights are not unbiased" in plan.notes[-1].reason for plan in plans)
+    tempered = salience.select.preset("io").merged({"scores": ["loss"], "filters": []})
+    plan = Pipeline(dataclasses.replace(tempered, sampler=Use(name="ratio")), warn=said.append).plan(
+        ledger, window=5, windows=20, batch_size=50, seed=0, stock=stock
+    )
+    assert len(said) == 1  # a rule that never promised it
+    assert "not unbiased" not in plan.notes[-1].reason

@@ -116,7 +116,7 @@ def test_an_exchange_prefers_no_class_among_samples_that_waited_equally_long():
 
 
 def test_the_surest_of_equal_predictions_are_not_those_of_the_first_classes():
-    """One label in five is wrong and every prediction has p = 1: the rate found must be one in five."""
+    """One label in five is wrong and every prediction has p = 1: the rate found is one in five, however classes are sorted."""
     rng = np.random.default_rng(0)
     true = np.where(rng.random(N) < 0.2, (SORTED + rng.integers(1, CLASSES, N)) % CLASSES, SORTED)
     vote = np.zeros((N, 4), dtype=np.int32)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+LARGEST = float(np.finfo(np.float32).max)
+"""Losses are finite: others are counted in `bad`."""
 NOTHING = float("nan")
 """First value of every statistic, for "not known yet". Scores pass it on, and the framework ranks it highest."""
 
@@ -17,12 +19,18 @@ class Column:
     meaning: str
     needs_logits: bool = False
     """Filled only when `loss()` is given logits and integer targets."""
+    low: float = -np.inf
+    """Smallest value that can stand in it."""
+    high: float = np.inf
+    """Largest value that can stand in it."""
 
 
 COLUMNS: dict[str, Column] = {
-    "last_loss": Column(dtype=np.float32, first=NOTHING, meaning="loss at the last visit"),
-    "mean_loss": Column(dtype=np.float32, first=NOTHING, meaning="exponential mean of the loss"),
-    "var_loss": Column(dtype=np.float32, first=NOTHING, meaning="exponential variance of the loss"),
+    "last_loss": Column(dtype=np.float32, first=NOTHING, low=-LARGEST, high=LARGEST, meaning="loss at the last visit"),
+    "mean_loss": Column(
+        dtype=np.float32, first=NOTHING, low=-LARGEST, high=LARGEST, meaning="exponential mean of the loss"
+    ),
+    "var_loss": Column(dtype=np.float32, first=NOTHING, low=0, meaning="exponential variance of the loss"),
     "margin": Column(
         dtype=np.float32,
         first=NOTHING,
@@ -32,14 +40,28 @@ COLUMNS: dict[str, Column] = {
     "margin_sum": Column(
         dtype=np.float32, first=0, needs_logits=True, meaning="sum of margins over all visits (AUM = margin_sum / seen)"
     ),
-    "el2n": Column(dtype=np.float16, first=NOTHING, needs_logits=True, meaning="|softmax - one-hot| at the last visit"),
+    "el2n": Column(
+        dtype=np.float16,
+        first=NOTHING,
+        low=0,
+        high=1.5,
+        needs_logits=True,
+        meaning="|softmax - one-hot| at the last visit",
+    ),
     "entropy": Column(dtype=np.float16, first=NOTHING, needs_logits=True, meaning="entropy of the softmax, last visit"),
-    "confidence": Column(dtype=np.float16, first=NOTHING, needs_logits=True, meaning="exponential mean of p(label)"),
-    "guess_p": Column(dtype=np.float16, first=NOTHING, needs_logits=True, meaning="exponential mean of p(guess)"),
-    "guess": Column(dtype=np.int32, first=-1, needs_logits=True, meaning="class the model gave at the last visit"),
+    "confidence": Column(
+        dtype=np.float16, first=NOTHING, low=0, high=1.01, needs_logits=True, meaning="exponential mean of p(label)"
+    ),
+    "guess_p": Column(
+        dtype=np.float16, first=NOTHING, low=0, high=1.01, needs_logits=True, meaning="exponential mean of p(guess)"
+    ),
+    "guess": Column(
+        dtype=np.int32, first=-1, low=-1, needs_logits=True, meaning="class the model gave at the last visit"
+    ),
     "other": Column(
         dtype=np.int16,
         first=-1,
+        low=-1,
         needs_logits=True,
         meaning="strongest class besides the label at the last visit; -1 also for classes above 32,767",
     ),
@@ -51,10 +73,10 @@ COLUMNS: dict[str, Column] = {
     "right": Column(dtype=np.uint16, first=0, needs_logits=True, meaning="visits at which the model gave the label"),
     "forgotten": Column(dtype=np.uint16, first=0, needs_logits=True, meaning="times it went from right to wrong"),
     "bad": Column(dtype=np.uint16, first=0, meaning="losses that were NaN or infinite, never stored elsewhere"),
-    "last_seen": Column(dtype=np.int32, first=-1, meaning="window of the last visit"),
+    "last_seen": Column(dtype=np.int32, first=-1, low=-1, meaning="window of the last visit"),
     "cost_us": Column(dtype=np.float32, first=NOTHING, meaning="microseconds to fetch and decode it"),
     "size": Column(dtype=np.uint32, first=0, meaning="bytes in storage; 0 where not known"),
-    "label": Column(dtype=np.int32, first=-1, meaning="class; -1 where not known or not an integer"),
+    "label": Column(dtype=np.int32, first=-1, low=-1, meaning="class; -1 where not known or not an integer"),
 }
 
 COUNT_LIMIT = int(np.iinfo(np.uint16).max)

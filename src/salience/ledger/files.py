@@ -23,8 +23,13 @@ def save(ledger: Ledger, path: str | Path) -> None:
 
 def load(path: str | Path) -> Ledger:
     arrays = read_npz(path, FORMAT, "ledger")
+    if "seen" not in arrays or arrays["seen"].ndim != 1 or not len(arrays["seen"]):
+        raise StateError(f"{str(path)!r} is not a ledger: it has no column 'seen' with a number per sample.")
     ledger = Ledger(len(arrays["seen"]))
-    ledger.load_state_dict(arrays)
+    try:
+        ledger.load_state_dict(arrays)
+    except StateError as cause:
+        raise StateError(f"{str(path)!r} cannot be loaded. {cause}") from cause
     return ledger
 
 

@@ -206,6 +206,7 @@ class Ledger:
         return {**{name: self[name].copy() for name in COLUMNS}, **votes, **course}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a saved state; StateError, and nothing changed, unless every field can have come from a ledger."""
         arrays = {name: np.asarray(state[name]) for name in state}
         vote, vote_p, course = (arrays.pop(name, None) for name in ("vote", "vote_p", "course"))
         lengths = {array.shape for array in arrays.values()}
@@ -215,16 +216,41 @@ class Ledger:
                 "load it with the data set it was made from."
             )
         for name, column in COLUMNS.items():
-            self[name][:] = arrays.get(name, np.asarray(column.first))
-        for mine, theirs in ((self.vote, vote), (self.vote_p, vote_p)):
+            if name in arrays:
+                _check_values(name, arrays[name], column.dtype, column.low, column.high)
+        limits = (("vote", self.vote, vote, np.inf), ("vote_p", self.vote_p, vote_p, 1.01))
+        for name, mine, theirs, high in limits:
             if theirs is not None and theirs.shape != mine.shape:
                 raise StateError(f"The saved ledger has votes of shape {theirs.shape}, wanted {mine.shape}.")
-            mine[:] = 0 if theirs is None else theirs
-        if course is not None and (course.ndim != 2 or course.shape[1] != 4):
+            if theirs is not None:
+                _check_values(name, theirs, mine.dtype.type, 0, high)
+        if (vote is None) != (vote_p is None):
+            raise StateError("The saved ledger has votes without their probabilities, or these without votes.")
+        if course is not None and (course.ndim != 2 or course.shape[1] != 4 or course.dtype.kind != "f"):
             raise StateError(
-                f"The course of the saved ledger has shape {course.shape}; it must be four numbers per window."
+                f"The course of the saved ledger is {course.dtype} {course.shape}; it must be four numbers per window."
             )
+        if course is not None and not ((course >= 0) & np.isfinite(course) & (course[:, (0, 1, 0, 3)] <= 1)).all():
+            raise StateError("The course of the saved ledger has shares that are not from 0 to 1.")
+        for name, column in COLUMNS.items():
+            self[name][:] = arrays.get(name, np.asarray(column.first))
+        self.vote[:], self.vote_p[:] = (0, 0) if vote is None or vote_p is None else (vote, vote_p)
         self.course = [] if course is None else [(float(d), float(s), float(m), float(o)) for d, s, m, o in course]
+
+
+def _check_values(name: str, values: Array, dtype: type[np.generic], low: float, high: float) -> None:
+    """Raise StateError unless `values` are numbers that a column of `dtype` can hold, from `low` to `high` (or NaN)."""
+    whole = np.issubdtype(dtype, np.integer)
+    fits = values.dtype.kind in "iu" if whole else values.dtype.kind == "f" and np.can_cast(values.dtype, dtype)
+    if not fits:
+        raise StateError(f"The saved ledger has {name} as {values.dtype}; it must be {np.dtype(dtype)}.")
+    if whole:
+        info = np.iinfo(np.dtype(dtype).str)
+        low, high = max(low, info.min), min(high, info.max)
+    flat = values.ravel()
+    least, most = float(np.fmin.reduce(flat)), float(np.fmax.reduce(flat))  # NaN only where there is nothing else
+    if least < low or most > high:
+        raise StateError(f"The saved ledger has {name} from {least} to {most}; allowed: {low:g} to {high:g}.")
 
 
 def block_bytes(n: int) -> int:

@@ -24,7 +24,7 @@ from salience.seeds import EVEN, PEEK, WORKERS, generator, torch_seed
 from salience.select import Clock, Pipeline
 from salience.select.batching import Batching, members
 from salience.select.fetching import Stock
-from salience.select.noise import evidence
+from salience.select.noise import contradictions
 from salience.select.steering import KEEP_SHARES, Paths, Steering, read_histories
 from salience.select.view import Reference
 
@@ -142,7 +142,7 @@ class Planning(Part):
     def note_course(self, ledger: Ledger) -> None:
         """Note how often predictions contradict labels by now: whether that falls tells hard samples from wrong labels."""
         if ledger.vote_p[:, 0].any():
-            found = evidence(ledger.label, ledger.vote, ledger.vote_p)
+            found = contradictions(ledger)
             ledger.course.append((found.differs, found.rate, float(found.sure), self._left_out))
 
     def prepare(self, window: int) -> None:

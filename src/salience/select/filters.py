@@ -87,9 +87,9 @@ def tail(view: View, *, share: float = 0.02) -> Verdict:
 def coarse(view: View, *, drop: float = 0.3) -> Verdict:
     """Leaves out the `drop` of every class that other models found easiest, in every window.
 
-    Of a class with m samples, the floor(drop * m) with the lowest mean rank (`view.hardness`, in 16 bits) are left out; unknown
-    ranks count as hardest and stay, and of equal ones any may go, the same in every window. It starts when the classes are
-    known: at once, or when every sample has been seen. Samples without a class by then form a class of their own.
+    Of a class with m samples, the floor(drop * m) with the lowest mean rank (`view.hardness`, in 16 bits) are left out, of
+    equal ones any, the same in every window; unknown ranks count as hardest and stay. It starts when the classes are known:
+    at once, or when every sample has been seen. Samples without a class by then form a class of their own.
     """
     if not 0 <= drop < 1:
         raise ConfigError(f"coarse: drop is {drop}; it must be at least 0 and below 1.")

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from salience.errors import ConfigError
 from salience.registry import card
+from salience.select.codes import class_codes
 from salience.select.contradictions import (
     MAX_SAMPLES_COUNTED,
     Evidence,
@@ -76,10 +77,17 @@ class Judgement:
         return (np.nan_to_num(self.wrong) > over) & ~self.spared
 
 
+def contradictions(history: Any) -> Evidence:
+    """How often the predictions in a ledger (or a view of one) contradict its labels by now."""
+    _, (label, vote) = class_codes(history.label, history.vote)
+    return evidence(label, vote, history.vote_p)
+
+
 def judge(history: Any) -> Judgement:
     """What a ledger (or a view of one) says of its labels."""
     course: Course = history.course
-    n, label = len(history.label), history.label
+    n = len(history.label)
+    _, (label, vote) = class_codes(history.label, history.vote)
     known = (label >= 0) & (history.vote_p[:, 0] > 0)
     nothing = np.full(n, np.nan, dtype=np.float32)
     none = np.zeros(n, dtype=bool)
@@ -87,7 +95,7 @@ def judge(history: Any) -> Judgement:
         return Judgement(
             wrong=nothing, verdict="cannot tell", rate=float("nan"), evidence="no predictions", spared=none
         )
-    found = evidence(label, history.vote, history.vote_p)
+    found = evidence(label, vote, history.vote_p)
     said = (
         f"the model differs from {found.differs:.1%} of the labels, and from {found.rate:.1%} of them "
         f"({found.low:.1%} to {found.high:.1%}) where it is surest"
@@ -104,10 +112,10 @@ def judge(history: Any) -> Judgement:
             evidence=f"{said}; {why}",
             spared=none,
         )
-    columns = (label, history.vote, history.vote_p, history.confidence)
+    columns = (label, vote, history.vote_p, history.confidence)
     odds = odds_of_wrong(*columns, found.transitions, sharpness(*columns, found, rate))
     wrong = np.where(known, calibrated(odds, known, rate), np.float32(np.nan)).astype(np.float32)
-    spared = spared_classes(label, history.vote[:, 0], np.nan_to_num(wrong) > 0.5)
+    spared = spared_classes(label, vote[:, 0], np.nan_to_num(wrong) > 0.5)
     return Judgement(
         wrong=wrong, verdict=verdict, rate=rate if verdict == "wrong labels" else 0.0, evidence=f"{said}; {why}",
         spared=spared, firm=firm,

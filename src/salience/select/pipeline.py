@@ -58,7 +58,7 @@ def _plugin(kind: str, used: Use) -> Plugin:
 
 
 class Pipeline:
-    """A SelectConfig with its plug-ins found. Its only state is which plug-ins failed and were switched off."""
+    """A SelectConfig with its plug-ins found. Its only state is which plug-ins failed and what was said."""
 
     def __init__(
         self,
@@ -77,6 +77,7 @@ class Pipeline:
         self.curve = _plugin("curves", config.keep)
         self.off: set[str] = set()
         """Plug-ins that failed, by "kind/name"; they are not called again."""
+        self._said_biased = False
         self._strict = strict
         self._warn: Warn = warn or (lambda text: None)
         self.keep(Clock(window=0, windows=1))  # a wrong share is said now, not in mid-run
@@ -145,11 +146,11 @@ class Pipeline:
         batch, everything = batching.batch(granted, len(among)), granted >= len(among)
         budget = len(among) if everything else batching.visits(granted, len(among), last=last)
         importance, raw = self._score(view)
-        ids, weights = self._draw(view, sifted, importance, raw, budget, rng)
+        ids, weights, unbiased = self._draw(view, sifted, importance, raw, budget, rng)
         notes = sifted.notes
         if self.config.fetch is not None and not everything:
             ids, weights, note = self._fetch(view, sifted, importance, ids, weights, stock, rng)
-            notes = (*notes, note)
+            notes = (*notes, self._withdrawn(note) if unbiased else note)
         if sifted.factor is not None:
             weights = scaled_weights(weights, sifted.factor[ids])
         up = last and not drop_last
@@ -201,6 +202,17 @@ class Pipeline:
         more = refresh_set(view, picked, sifted.allowed, how.refresh, rng)
         note = exchange_note(found, len(more), view.age, how)
         return np.concatenate((ids, more)), np.concatenate((weights, np.ones(len(more), dtype=np.float32))), note
+
+    def _withdrawn(self, note: Note) -> Note:
+        """The note on an exchange after a draw with unbiased weights: they no longer are, and that is said once aloud."""
+        text = (
+            f"select.fetch exchanges samples after sampler {self.sampler.name!r} drew them with unbiased weights: weighted "
+            "losses and gradients no longer estimate those of all samples. Leave out fetch where they must"
+        )
+        if not self._said_biased:
+            self._said_biased = True
+            self._warn(f"{text}.")
+        return replace(note, reason=f"{note.reason}; the weights are not unbiased")
 
     def _filter(self, view: View) -> Sifted:
         """Which samples may be visited, which must be and which weigh less, and what each filter did.
@@ -275,8 +287,11 @@ class Pipeline:
         raw: Floats,
         budget: int,
         rng: np.random.Generator,
-    ) -> tuple[np.ndarray, Floats]:
-        """Ids and weights: the forced samples first (the longest waiting, where the budget does not hold all)."""
+    ) -> tuple[np.ndarray, Floats, bool]:
+        """Ids and weights: the forced samples first (the longest waiting, where the budget does not hold all).
+
+        True if the weights are those of an unbiased gradient over all samples that may be visited.
+        """
         allowed, forced = sifted.allowed, sifted.forced
         musts = np.empty(0, dtype=np.int64) if forced is None else np.flatnonzero(forced)
         if len(musts) > budget:
@@ -311,7 +326,8 @@ class Pipeline:
         else:
             inclusion = None
         chosen = np.concatenate((musts, drawn)) if len(musts) else drawn
-        return chosen, loss_weights(inclusion, len(chosen), len(ids) + len(musts), 1.0 if temper is None else temper)
+        weights = loss_weights(inclusion, len(chosen), len(ids) + len(musts), 1.0 if temper is None else temper)
+        return chosen, weights, inclusion is not None and temper == 1.0
 
     def _sample(self, candidates: Candidates, budget: int, rng: np.random.Generator) -> tuple[Draw, float | None]:
         """What the sampler draws, and the exponent on its weights; None if there are no weights."""
