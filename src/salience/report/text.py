@@ -42,7 +42,7 @@ def _headline(summary: Mapping[str, Any]) -> str:
             [*lines, words.selected(made["windows"], told["windows"], made["visits"], made["visits_full"])]
         )
     lines += words.forecast(told, build(Shorter, told))
-    if told["skipped_mean_loss"] is not None:
+    if told["skipped_mean_loss"] is not None and told["visits"] < told["visits_full"]:
         skipped = round((told["visits_full"] - told["visits"]) / told["windows"])
         lines.append(
             f"It would skip {skipped:,} samples per epoch, and {told['skipped_in_middle']:,} in the middle of the run, whose "

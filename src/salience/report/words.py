@@ -94,7 +94,9 @@ def forecast(told: Mapping[str, Any], found: Shorter) -> list[str]:
     """Sentences on whether less would be enough, and on what selection would save."""
     over, saved = f"over {count(round(told['windows']), 'epoch')}", instead(told["visits"], told["visits_full"])
     lines = cost(found, round(told["windows"]))
-    if found.rising:
+    if told["visits"] >= told["visits_full"]:
+        lines.append(f"Forecast: {over} selection would save no visits.")
+    elif found.rising:
         lines.append(f"Selection is not advised for this run; {over} it would make {saved}.")
     else:
         lines.append(f"Forecast: {over} selection would make {saved}.")
