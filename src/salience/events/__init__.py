@@ -1,7 +1,7 @@
 """Events: what happens in a run, as typed values, and the log they are written to and read from."""
 
 from salience.events.coding import build, decode, encode
-from salience.events.findings import ClassFinding, CopyGroup, Findings, Hard, Suspect, VisitFinding
+from salience.events.findings import ClassFinding, Confusion, CopyGroup, Findings, Hard, Suspect, VisitFinding
 from salience.events.kinds import (
     KINDS,
     CopiesFound,
@@ -36,6 +36,7 @@ __all__ = [
     "VERSION",
     "BottleneckFound",
     "ClassFinding",
+    "Confusion",
     "CopiesFound",
     "CopyGroup",
     "Evaluated",

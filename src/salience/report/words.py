@@ -55,6 +55,14 @@ def size(value: float) -> str:
     return f"{value / 1024:,.1f} TiB"
 
 
+def short_size(value: float) -> str:
+    """Bytes for an axis: '0', '5 kB', '1.5 GB'."""
+    for unit, power in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(value) >= power:
+            return f"{value / power:.3g} {unit}"
+    return f"{value:.3g}"
+
+
 def loss(value: float | None) -> str:
     """Three digits that matter, however small: '1.25', '0.00042', '3.1e-07'; '-' where it is unknown."""
     return "-" if value is None else f"{value:.3g}"

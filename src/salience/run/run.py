@@ -140,7 +140,7 @@ class Run:
             self.flush()
         self.events.emit(
             "window", window=course.window, batches=len(course.delivered), of=len(shard), finished=finished,
-            visited=course.visits, **self.watching.spent(),
+            visited=course.visits, loss=self._mean_loss(), **self.watching.spent(),
         )  # fmt: skip
         course.end()
         if course.window == self.setup.windows:
@@ -306,6 +306,14 @@ class Run:
         if self.feeding is not None:
             self.feeding.compare(self.planning.trace, None if self.staging is None else self.staging.treating.unread)
         return "\n\n".join([text, *filter(None, (part.report() for part in self.parts))])
+
+    def _mean_loss(self) -> float | None:
+        """Mean loss of the samples visited in this window; None where it is not known yet, as on several ranks."""
+        ledger = self.recording.ledger
+        visited = (ledger.last_seen == self.course.window) & np.isfinite(ledger.last_loss)
+        if self.setup.ranks is not None or not visited.any():
+            return None
+        return float(ledger.last_loss[visited].mean(dtype=np.float64))
 
     def _look_for_copies(self, *, last: bool = False) -> None:
         with self.watching.watch("copies"):
