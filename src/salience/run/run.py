@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -295,14 +295,14 @@ class Run:
             selected=(epochs, course.visits_before) if selects else None,
         )  # fmt: skip
 
-    def report(self) -> str:
-        """The summary as text, with what each part has to say; also written to the event log."""
+    def report(self, classes: Sequence[str] | None = None) -> str:
+        """The summary as text, classes called by their names, with what each part has to say; also written to the event log."""
         from salience.report.text import render
 
         self.flush()
         self._look_for_copies(last=True)
         self._emit_findings()
-        text = render(self.events.emit("observed", summary=self.summary())["summary"])
+        text = render(self.events.emit("observed", summary=self.summary())["summary"], names=classes)
         if self.feeding is not None:
             self.feeding.compare(self.planning.trace, None if self.staging is None else self.staging.treating.unread)
         return "\n\n".join([text, *filter(None, (part.report() for part in self.parts))])
