@@ -59,7 +59,7 @@ def machine(story: Story) -> list[Chart]:
 
     def drawn(title: str, rows: Sequence[tuple[str, list[float]]], form: Callable[[float], str]) -> Chart:
         series = [Series(name=name, values=values) for name, values in rows[:MAX_ARMS_DRAWN]]
-        return lines(title, x, series, x_label="seconds", form=form, least=0.0)
+        return lines(title, x, series, x_label="seconds", form=form, x_form=words.short, least=0.0)
 
     return [
         drawn("Busy: share of the time, and of the memory", shares, words.percent),
@@ -78,6 +78,7 @@ def accuracy_by_class(story: Story) -> Chart | None:
     return bars(
         "Accuracy in training, by class", [story.class_name(one.label) for one in shown],
         [Series(name="accuracy", values=[one.accuracy for one in shown])], form=words.percent, what="class", note=note,
+        hues=False,
     )  # fmt: skip
 
 
@@ -90,7 +91,8 @@ def confused(story: Story) -> Chart | None:
     shares = ", ".join(f"{one.share:.0%}" for one in pairs[:3])
     return bars(
         "Classes that are confused", names, [Series(name="samples", values=[one.samples for one in pairs])],
-        form=words.short, what="pair", note=f"The first {min(3, len(pairs))} are {shares} of their class.",
+        form=words.short, what="pair", hues=False,
+        note=f"The first {min(3, len(pairs))} are {shares} of their class.",
     )  # fmt: skip
 
 

@@ -168,7 +168,8 @@ def _decided(story: Story) -> str:
     undone = [one.lever for one in story.decisions if one.action == "undo"]
     if not story.decisions:
         return ""
-    parts = [f"kept {words.listed(kept)}"] * bool(kept) + [f"tried and undid {words.listed(undone)}"] * bool(undone)
+    said = ("kept", kept), ("tried and undid", undone)
+    parts = [f"{what} {words.listed(levers)}" for what, levers in said if levers]
     return f"auto {words.listed(parts)}." if parts else "auto changed nothing."
 
 

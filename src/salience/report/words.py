@@ -26,7 +26,9 @@ def percent(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """'0.4 s', '42 s', '3 min 20 s', '2 h 5 min'."""
+    """'4.3 ms', '0.4 s', '42 s', '3 min 20 s', '2 h 5 min'."""
+    if 0 < value < 0.095:
+        return f"{1000 * value:.2g} ms"
     if value < 9.95:
         return f"{value:.1f} s"
     if value < 119.5:
