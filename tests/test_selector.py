@@ -61,3 +61,9 @@ def test_labels_must_be_one_integer_a_sample():
 def test_drop_last_keeps_batch_shapes_constant():
     selector = salience.Selector(300, batch_size=32, epochs=10, select="default", drop_last=True)
     assert {len(ids) for _ in range(4) for ids, _ in selector} == {32}
+
+
+@pytest.mark.parametrize("select", [True, False, 3])
+def test_a_select_that_is_no_selection_is_one_sentence(select):
+    with pytest.raises(ConfigError, match=r'^select is (True|False|3); name a preset \(select="default"\)'):
+        salience.Selector(8, batch_size=2, select=select)
