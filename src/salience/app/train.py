@@ -180,7 +180,7 @@ class Training:
                 )
 
     def _epoch(self, epoch: int, begin: float, shown: Bars) -> tuple[float, float, float]:
-        """One window of the loader. Returns mean loss, accuracy and samples a second of what was trained here."""
+        """One window of the loader. Returns mean loss, accuracy and samples per second of what was trained here."""
         self.model.train()
         losses, right = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         count, said, start = 0, 0.0, time.perf_counter()
