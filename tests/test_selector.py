@@ -71,3 +71,9 @@ def test_drop_last_keeps_batch_shapes_constant():
         for ids, _ in selector:
             assert len(ids) == 32
             selector.loss(ids.float())
+
+
+@pytest.mark.parametrize("select", [True, False, 3])
+def test_a_select_that_is_no_selection_is_one_sentence(select):
+    with pytest.raises(ConfigError, match=r'^select is (True|False|3); name a preset \(select="default"\)'):
+        salience.Selector(8, batch_size=2, select=select)

@@ -10,14 +10,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from salience.errors import LossError
+from salience.errors import LossError, MissingExtra
 from salience.events import EventLog
+from salience.files import write_text
 from salience.ledger import Ledger
 from salience.ledger.compiled import register, weighted_sum
 from salience.ledger.copies import Copies
 from salience.plan import Plan, Trace
 from salience.ranks import current_ranks
+from salience.report.live import SampleNames, framed, live_page
 from salience.report.sinks import Sink
+from salience.report.words import Names
 from salience.run import Run
 from salience.run.balancing import Balancing
 from salience.run.copying import Copying
@@ -358,9 +361,35 @@ class Door:
         """
         return self._run.summary(local=local)
 
-    def report(self, *, local: bool = False) -> str:
-        """The summary as text, also written to the event log, as are the findings behind it; `local` as in `summary`."""
-        return self._run.report(local=local)
+    def report(
+        self, path: str | Path | None = None, *, names: SampleNames = None, classes: Names = None, local: bool = False
+    ) -> str:
+        """The summary as text, also written to the event log, as are the findings behind it.
+
+        With a `path` ("report.html") rank 0 also writes it as a page. `names` are what samples are called (a sequence, or a
+        function of the id), `classes` what classes are; a Source knows both. `local` is as in `summary`.
+        """
+        text = self._run.report(self._class_names(classes), local=local)
+        if path is not None and self._run.setup.rank == 0:
+            write_text(path, self._page(names, classes))
+        return text
+
+    def _repr_html_(self) -> str | None:
+        """The page of the run so far, for notebooks; None without jinja2, where the notebook shows text."""
+        try:
+            return framed(self._page())
+        except MissingExtra:
+            return None
+
+    def _page(self, names: SampleNames = None, classes: Names = None) -> str:
+        source = None if self._run.feeding is None else self._run.feeding.source
+        if names is None and source is not None:
+            names = source.names.__getitem__
+        return live_page(self._run.events, name="this run", names=names, classes=self._class_names(classes))
+
+    def _class_names(self, given: Names) -> Names:
+        source = None if self._run.feeding is None else self._run.feeding.source
+        return given if given is not None or source is None else source.index.classes or None
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on as if never stopped. With several ranks, every rank must call it."""

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from salience.errors import ConfigError, StateError, did_you_mean
+from salience.watch import Steps
 
 
 class HasProgress(Protocol):
@@ -60,7 +61,10 @@ class ProgressLR(LRScheduler):
         if loader is None:
             raise StateError("The loader of this ProgressLR is gone; keep it as long as the schedule.")
         factor = self._shape(loader.progress) * float(getattr(loader, "lr_scale", 1.0))
-        return [float(base) * factor for base in self.base_lrs]
+        rates = [float(base) * factor for base in self.base_lrs]
+        if isinstance(steps := getattr(loader, "steps", None), Steps):
+            steps.lr = rates[0]  # for the report
+        return rates
 
     def state_dict(self) -> dict[str, Any]:
         return {key: value for key, value in super().state_dict().items() if key not in ("_loader", "_shape")}

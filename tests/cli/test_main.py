@@ -32,13 +32,14 @@ def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]):
     assert "\n    train " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("asked", [["--help"], ["train", "--help"], ["scores", "--help"], []])
+@pytest.mark.parametrize("asked", [["--help"], ["--version"], *([name, "--help"] for name in NAMES), []])
 def test_help_does_not_wait_for_torch(asked: list[str]):
     code = (
         f"import sys; from salience.cli import main\ntry:\n    main({asked!r})\nfinally:\n"
         "    assert 'torch' not in sys.modules"
     )
-    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -111,3 +112,14 @@ def test_a_mistyped_option_names_the_nearest(capsys: pytest.CaptureFixture[str])
     said = capsys.readouterr().err
     assert "takes no '--slect'" in said
     assert "Did you mean '--select'" in said
+
+
+def test_a_script_with_a_plain_dataloader_is_told_what_is_missing_before_it_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    script = tmp_path / "plain.py"
+    script.write_text("from torch.utils.data import DataLoader\nraise SystemExit('it was run')\n")
+    assert main(["profile", str(script)]) == 2
+    said = capsys.readouterr().err
+    assert "makes no salience.Loader" in said
+    assert "in the place of DataLoader" in said

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
+from importlib import resources
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -53,5 +58,22 @@ def test_the_doctor_names_the_extra_that_is_missing(
 
 
 def test_a_healthy_machine_gets_no_advice():
-    assert doctor.advice({"pillow": "11", "rich": "14"}, 8 << 30) == []
-    assert doctor.advice({"pillow": "11", "rich": "14"}, None) == []  # no /dev/shm on this system
+    versions = {extra.package: "1" for extra in doctor.EXTRAS}
+    assert doctor.advice(versions, 8 << 30) == []
+    assert doctor.advice(versions, None) == []  # no /dev/shm on this system
+
+
+def test_the_doctor_knows_every_optional_package_of_the_project():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    groups = {
+        name: found for name, found in project["optional-dependencies"].items() if name not in ("all", "bench", "dev")
+    }
+    wanted = {(re.split(r"[<>=]", one)[0], name) for name, found in groups.items() for one in found}
+    assert {(extra.package, extra.extra) for extra in doctor.EXTRAS} == wanted
+
+
+def test_the_package_says_that_it_is_typed():
+    assert resources.files("salience").joinpath("py.typed").is_file()
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert "py.typed" in project["tool"]["setuptools"]["package-data"]["salience"]
+    assert "Typing :: Typed" in project["project"]["classifiers"]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from folders import photos
 
 from salience import ledger as ledgers
 from salience.app import checkpoint
@@ -51,6 +53,23 @@ def test_show_says_what_was_learnt_with_the_names_of_the_classes(run: Path, caps
     said = capsys.readouterr().out
     assert "labelled 1, model says 0" in said  # a lone ledger knows no names
     assert "over 20 epochs" in said
+
+
+def test_show_agrees_with_the_run_on_its_length_and_on_what_was_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    given = [f"--data={photos(tmp_path / 'data')}", "--model=mlp", "--batch-size=4", "--workers=0"]
+    for name, epochs, more in (("all", 3, ()), ("less", 8, ("--select=default",))):
+        assert main(["train", *given, f"--epochs={epochs}", f"--out={tmp_path / name}", *more]) == 0
+    capsys.readouterr()
+    assert main(["scores", "show", str(tmp_path / "all")]) == 0
+    assert "Forecast: over 3 epochs selection would" in capsys.readouterr().out
+    assert main(["report", str(tmp_path / "less")]) == 0
+    [saved] = re.findall(r"Over 8 epochs, selection made .*?\)\.", capsys.readouterr().out)
+    assert main(["scores", "show", str(tmp_path / "less")]) == 0
+    said = capsys.readouterr().out
+    assert saved in said
+    assert "Forecast" not in said
 
 
 def test_export_writes_every_column_without_loss(run: Path, tmp_path: Path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import salience
 from salience.curves import Shorter
 from salience.events import build
+from salience.report import words
 from salience.report.html import page
 from salience.report.log import read_log
 from salience.report.telling import tell
@@ -214,6 +217,30 @@ def test_small_losses_are_not_printed_as_nothing():
     text = selector.report()
     assert "mean loss 5.02e-05." in text
     assert "mean loss 0.0001, 1 visit" in text
+
+
+def test_a_forecast_that_saves_nothing_says_so():
+    told = {"windows": 2, "visits": 96, "visits_full": 88, "saved": -0.09}
+    assert (
+        words.forecast(told, Shorter(cannot_say="x"))[-1] == "Forecast: over 2 epochs selection would save no visits."
+    )
+
+
+SPEAKS = """
+import torch, salience
+loader = salience.Loader(torch.utils.data.TensorDataset(torch.ones(8, 2)), 4, epochs=2, select={"keep": "auto"})
+for _ in range(2):
+    for x, in loader:
+        loader.loss(x.sum(1))
+"""
+
+
+def test_the_library_prints_nothing_but_warnings_which_say_whose_they_are():
+    done = subprocess.run([sys.executable, "-c", SPEAKS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.splitlines() != []
+    assert all(line.startswith("salience: ") for line in done.stderr.splitlines()), done.stderr
 
 
 def test_the_text_of_a_log_has_the_sentences_of_the_page(tmp_path: Path):

@@ -6,7 +6,7 @@
     out/names.npz      the file of every sample, likewise
     out/copies.npz     near-copies, where they were looked for
     out/run.jsonl      the event log
-    out/lock           the number of the process that writes here now; gone when it ends
+    out/lock           id of the process that writes here now; removed when it ends
 
 A checkpoint is read with `weights_only=True` alone: loading one from a stranger runs no code of theirs.
 """

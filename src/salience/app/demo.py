@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 from salience.app.glyphs import Glyphs, render
 from salience.app.models import build
 from salience.loader import Loader
+from salience.report import words
 from salience.report.console import Bars, bars, say, table
 from salience.schedule import one_cycle
 
@@ -100,7 +101,7 @@ def take_turns(arms: list[DemoArm], test: Glyphs, shown: Bars) -> None:
         arm = min(reversed(waiting), key=lambda a: a.progress)
         if next(turns[arm.name], None) is None:
             del turns[arm.name]
-        note = f"epoch loss {arm.losses[-1]:.3f}" if arm.losses else ""
+        note = f"epoch loss {words.loss(arm.losses[-1])}" if arm.losses else ""
         if arm.accuracy:
             note += f"   accuracy {arm.accuracy:.2%}"
         shown.update(arm.name, arm.visits, arm.budget(), note)

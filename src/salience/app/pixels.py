@@ -69,8 +69,8 @@ def _open(data: bytes) -> Image.Image:
 
 
 def _flat(image: Image.Image, mode: str) -> Image.Image:
-    """The image with 8 bits a channel and without transparency."""
-    if image.mode.startswith("I"):  # 16 bits a pixel, which a plain conversion would clip instead of scale
+    """The image with 8 bits per channel and without transparency."""
+    if image.mode.startswith("I"):  # 16 bits per pixel, which a plain conversion would clip instead of scale
         from PIL import Image
 
         high = np.clip(np.asarray(image).astype(np.int64) >> 8, 0, 255)

@@ -39,6 +39,7 @@ from salience.events.coding import plain
 from salience.feed.sizes import parse_bytes
 from salience.loader import Loader
 from salience.ranks import Ranks, joined_ranks, local_rank
+from salience.report import words
 from salience.report.console import SECONDS_BETWEEN_UPDATES, Bars, bars, say, table
 from salience.report.text import render
 from salience.run import resolve
@@ -208,12 +209,12 @@ class Training:
                 self.save()
                 shown.update("train", self.loader.progress, 1.0, f"accuracy {tested:.1%}")
                 say(
-                    f"epoch {epoch + 1:>3}/{self.config.epochs}   loss {loss:.3f}   train {accuracy:.1%}   "
+                    f"epoch {epoch + 1:>3}/{self.config.epochs}   loss {words.loss(loss)}   train {accuracy:.1%}   "
                     f"test {tested:.1%}   {rate:,.0f} samples/s"
                 )
 
     def _epoch(self, epoch: int, begin: float, shown: Bars) -> tuple[float, float, float]:
-        """One window of the loader. Returns mean loss, accuracy and samples a second of what was trained here."""
+        """One window of the loader. Returns mean loss, accuracy and samples per second of what was trained here."""
         self.model.train()
         losses, right = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         count, said, start = 0, 0.0, time.perf_counter()
@@ -231,7 +232,7 @@ class Training:
             if now - said >= SECONDS_BETWEEN_UPDATES:  # reading the sums waits for the device: seldom
                 said = now
                 # Short, so that beside it a bar fits into 80 columns.
-                note = f"{epoch + 1}/{self.config.epochs} loss {losses.item() / count:.3f} "
+                note = f"{epoch + 1}/{self.config.epochs} loss {words.loss(losses.item() / count)} "
                 note += f"acc {right.item() / count:.1%} {count / (now - start):,.0f}/s"
                 shown.update("train", self.loader.progress, 1.0, note)
         self.number = 0

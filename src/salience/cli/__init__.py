@@ -1,4 +1,4 @@
-"""The `salience` command: one module a subcommand, whose docstring is its help."""
+"""The `salience` command: one module per subcommand, whose docstring is its help."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"salience: {stop or 'interrupted.'}", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # as in `salience plugins | head`: who reads has read enough
+    except BrokenPipeError:  # as in `salience plugins | head`: the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 

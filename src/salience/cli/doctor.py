@@ -6,6 +6,7 @@ Nothing is changed, and nothing that is missing is an error.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 from importlib import metadata
@@ -23,8 +24,18 @@ class Extra(NamedTuple):
 
 EXTRAS = (
     Extra("pillow", "images", "`salience train`, `salience demo`: reading and rendering images"),
+    Extra("obstore", "feed", "data in s3://, gs://, az:// and https://"),
+    Extra("xxhash", "feed", "checksums of samples"),
+    Extra("redis", "redis", "a cache that several nodes share"),
     Extra("rich", "cli", "live progress bars and tables; plain lines without it"),
+    Extra("jinja2", "report", "`salience report` and `compare` as HTML"),
+    Extra("psutil", "watch", "how busy processors, memory, disk and network are"),
+    Extra("nvidia-ml-py", "watch", "how busy GPUs are"),
+    Extra("tensorboard", "tensorboard", "the sink tensorboard:FOLDER"),
+    Extra("wandb", "wandb", "the sink wandb:PROJECT"),
+    Extra("mlflow-skinny", "mlflow", "the sink mlflow:URI"),
 )
+"""The optional packages of pyproject.toml; a test compares."""
 SMALL_SHM = 1 << 30
 """Bytes of /dev/shm below which workers may run out: they hand every batch over through it."""
 
@@ -72,10 +83,11 @@ def advice(versions: dict[str, str | None], shm: int | None) -> list[str]:
 
 
 def version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    """The installed version; the whole of MLflow serves as well as its slim package."""
+    for name in (package, package.removesuffix("-skinny")):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return None
 
 
 def accelerators() -> list[tuple[str, str]]:

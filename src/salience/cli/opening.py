@@ -1,4 +1,4 @@
-"""Opening what a run left behind, for the commands that tell of it: its log, and around it what else lies there."""
+"""Open what a run left behind, for the commands that report on it: its log, and the files beside it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def log_file(given: str) -> Path:
 
 
 def run_name(path: Path) -> str:
-    """A run is called as its folder; a log that lies elsewhere, as its file."""
+    """The name of a run is that of its folder; of a log elsewhere, that of its file."""
     where = path.resolve()
     return where.name if path.is_dir() else where.parent.name if where.name == "run.jsonl" else where.stem
 

@@ -103,24 +103,17 @@ def _check(out: Path, jobs: int) -> int:
 def _shown(name: str, interrupted: str) -> Generator[Progress]:
     """A progress bar in bytes; Ctrl-C says what became of the work."""
     from salience.report.console import bars
+    from salience.report.words import size
 
     try:
         with bars() as shown:
-            yield lambda done, total: shown.update(name, done, total, f"{_size(done)} of {_size(total)}")
+            yield lambda done, total: shown.update(name, done, total, f"{size(done)} of {size(total)}")
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(f"interrupted; {interrupted}.") from stop
 
 
 def _what(index: Index) -> str:
+    from salience.report.words import size
+
     classes = f" of {len(index.classes):,} classes" if index.classes else ""
-    return f"{len(index):,} samples{classes}, {_size(index.nbytes)}, {len(index.shards):,} shards"
-
-
-def _size(count: int) -> str:
-    """Bytes for people."""
-    size, unit = float(count), "bytes"
-    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{size:,.0f} {unit}" if unit == "bytes" else f"{size:,.1f} {unit}"
+    return f"{len(index):,} samples{classes}, {size(index.nbytes)}, {len(index.shards):,} shards"

@@ -17,12 +17,16 @@ import runpy
 import sys
 import tempfile
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from salience.cli.text import subcommand
 from salience.errors import ConfigError, DataError
 from salience.files import write_text
+
+MAX_FILES_SEARCHED = 1000
+"""Python files beside a script that are searched for salience."""
 
 
 def add(commands: Any) -> None:
@@ -47,6 +51,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("Name a script to profile, or --data for `salience train`; one of the two.")
     if args.script and not Path(args.script).is_file():
         raise ConfigError(f"There is no script {args.script!r}; check the spelling.")
+    if args.script and not _mentions_salience(Path(args.script)):
+        raise ConfigError(
+            f"{args.script!r} makes no salience.Loader, and only its batches can be timed: put salience.Loader in the place of "
+            "DataLoader, and loader.loss(losses) in the place of losses.mean()."
+        )
     if args.probes < 1:
         raise ConfigError(f"--probes is {args.probes}; it must be at least 1.")
 
@@ -86,6 +95,12 @@ def run(args: argparse.Namespace) -> int:
 
         EventLog(args.log).emit(made)
     return 0
+
+
+def _mentions_salience(script: Path) -> bool:
+    """True if the script or a module beside it says salience: what can be known before it is run."""
+    files = [script, *islice(script.resolve().parent.rglob("*.py"), MAX_FILES_SEARCHED)]
+    return any(b"salience" in file.read_bytes() for file in files if file.is_file())
 
 
 def _run_script(script: str, arguments: list[str]) -> None:

@@ -223,15 +223,24 @@ def _write_rows(rows: dict[str, list[dict[str, Any]]], path: Path) -> None:
 def show(args: argparse.Namespace) -> int:
     """Say what a run learnt about its samples."""
     from salience import ledger as ledgers
-    from salience.app.checkpoint import ledger_file
+    from salience.app.checkpoint import LOG, ledger_file
+    from salience.cli.opening import log_file, open_run
     from salience.report.console import say
     from salience.report.text import render
     from salience.select import preset
     from salience.select.summary import summarise
 
     found = ledgers.load(ledger_file(args.ledger))
-    windows = args.epochs if args.epochs > 0 else max(10, int(found.last_seen.max()) + 1)
-    say(render(summarise(found, preset("default"), windows=windows), names=_class_names(Path(args.ledger))))
+    told: dict[str, Any] = {}
+    windows = max(1, int(found.last_seen.max()) + 1)
+    if log_file(args.ledger).name == LOG and log_file(args.ledger).exists():
+        story = open_run(args.ledger, whole=False).story
+        windows = story.epochs
+        told["evaluations"] = [(one.progress, one.metric) for one in story.evaluations]
+        if story.selects and args.epochs <= 0:
+            told["selected"] = (sum(window.finished for window in story.windows), story.visits)
+    summary = summarise(found, preset("default"), windows=args.epochs if args.epochs > 0 else windows, **told)
+    say(render(summary, names=_class_names(Path(args.ledger))))
     return 0
 
 

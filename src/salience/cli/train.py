@@ -26,7 +26,7 @@ HELP = {
     "data": "folder of images (class = directory), .tar/.tar.gz of one, packed shards, or their s3:// or https:// URL",
     "model": "mlp, cnn, resnet9, resnet18, or pkg.module:factory",
     "epochs": "passes over the data",
-    "batch_size": "images a step, over all ranks",
+    "batch_size": "images per step, over all ranks",
     "lr": "peak learning rate; 0 takes 0.4 * batch size / 512",
     "weight_decay": "weight decay, on weights but not on biases and norms",
     "size": "pixels of a side; 0 takes the first image's shorter side, at most 224",

@@ -1,7 +1,7 @@
 """Events: what happens in a run, as typed values, and the log they are written to and read from."""
 
 from salience.events.coding import build, decode, encode
-from salience.events.findings import ClassFinding, CopyGroup, Findings, Hard, Suspect, VisitFinding
+from salience.events.findings import ClassFinding, Confusion, CopyGroup, Findings, Hard, Suspect, VisitFinding
 from salience.events.kinds import (
     KINDS,
     Balanced,
@@ -38,6 +38,7 @@ __all__ = [
     "Balanced",
     "BottleneckFound",
     "ClassFinding",
+    "Confusion",
     "CopiesFound",
     "CopyGroup",
     "Evaluated",

@@ -81,6 +81,20 @@ class ClassFinding:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Confusion:
+    """Samples of one class that the model takes for another."""
+
+    label: int
+    """Index of the class they have."""
+    guess: int
+    """Index of the class the model gave them at their last visit."""
+    samples: int
+    """Number of such samples."""
+    share: float
+    """Their share of the samples of the class."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class VisitFinding:
     """How often samples were trained on, and how hard they are."""
 
@@ -133,6 +147,8 @@ class Findings:
     """Number of classes in the data set."""
     classes: tuple[ClassFinding, ...] = ()
     """The classes in order; of very many, the hardest."""
+    confusions: tuple[Confusion, ...] = ()
+    """The pairs of classes that are confused most often."""
     visits: VisitFinding | None = None
     """How often samples were trained on; None where the number of windows is unknown."""
     not_finite: int = 0

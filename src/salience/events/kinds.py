@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from salience.events.findings import Findings
-from salience.events.timing import BottleneckFound, LeverDecided, SettingsChanged, StepSeconds
+from salience.events.timing import BottleneckFound, LeverDecided, MachineUse, SettingsChanged, StepSeconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +93,12 @@ class WindowClosed:
     """Visits made so far."""
     steps: StepSeconds | None = None
     """Where the seconds went; None where no step was timed."""
+    loss: float | None = None
+    """Mean loss of the samples visited in this window; None where it is unknown."""
+    lr: float | None = None
+    """Learning rate at the end of the window; None unless a ProgressLR sets it."""
+    usage: tuple[MachineUse, ...] = ()
+    """How busy the machine was, at a few moments of the window; empty without psutil."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -111,9 +111,13 @@ def columns(
 
 
 def bars(
-    title: str, names: Sequence[str], series: Sequence[Series], *, form: Form, what: str = "", note: str = ""
-) -> Chart:
-    """Horizontal bars with their numbers, the name above; several series lie one below the other."""
+    title: str, names: Sequence[str], series: Sequence[Series], *, form: Form, what: str = "", note: str = "",
+    hues: bool = True,
+) -> Chart:  # fmt: skip
+    """Horizontal bars with their numbers, the name above; several series lie one below the other.
+
+    A single series has a colour per bar, or with `hues` off one colour.
+    """
     most = max((v for one in series for v in one.values if v is not None), default=0.0) or 1.0
     thick = 8 if len(series) > 1 else 10
     step = ROW_HEIGHT + thick * len(series)
@@ -132,7 +136,7 @@ def bars(
             width = max((WIDTH - (80 if len(series) == 1 else 0)) * value / most, 1.0)
             told = f"{name}: {form(value)}" + (f" {one.name}" if len(series) > 1 else "")
             body += (
-                f'<rect class="fill c{(i if len(series) == 1 else number) % 6}" x="0" y="{y}" width="{width:.1f}" '
+                f'<rect class="fill c{(i if len(series) == 1 and hues else number) % 6}" x="0" y="{y}" width="{width:.1f}" '
                 f'height="{thick - 1}"><title>{escape(told)}</title></rect>'
             )
             if len(series) == 1:

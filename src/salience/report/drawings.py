@@ -34,6 +34,68 @@ def results(story: Story, baseline: Comparison | None) -> Chart | None:
     return lines(name, x, series, x_label="epochs done", form=_metric_form(story))
 
 
+def training(story: Story) -> list[Chart]:
+    """The training loss and the learning rate, epoch by epoch."""
+    ends = [(window.number + 1.0, window.end) for window in story.windows if window.end is not None]
+    charts: list[Chart] = []
+    for title, name in (("Training loss", "loss"), ("Learning rate at the end of each epoch", "lr")):
+        known = [(at, value) for at, end in ends if (value := getattr(end, name)) is not None]
+        if known:
+            series = [Series(name=title.split(" at ")[0].lower(), values=[value for _, value in known])]
+            x = [at for at, _ in known]
+            charts.append(lines(title, x, series, x_label="epoch", form="{:.3g}".format, least=0.0))
+    return charts
+
+
+def machine(story: Story) -> list[Chart]:
+    """How busy the machine was: shares of processors, memory and GPUs; bytes through disks and networks."""
+    used = story.usage
+    if len(used) < 2:
+        return []
+    x = [one.seconds for one in used]
+    shares = [("processors", [one.cpu for one in used]), ("memory", [one.memory for one in used])]
+    shares += [(f"GPU {k}", [one.gpu[k] for one in used]) for k in range(min(len(one.gpu) for one in used))]
+    moved = [("disk", [one.disk for one in used]), ("network", [one.network for one in used])]
+
+    def drawn(title: str, rows: Sequence[tuple[str, list[float]]], form: Callable[[float], str]) -> Chart:
+        series = [Series(name=name, values=values) for name, values in rows[:MAX_ARMS_DRAWN]]
+        return lines(title, x, series, x_label="seconds", form=form, x_form=words.short, least=0.0)
+
+    return [
+        drawn("Busy: share of the time, and of the memory", shares, words.percent),
+        drawn("Bytes per second, read and written", moved, words.short_size),
+    ]
+
+
+def accuracy_by_class(story: Story) -> Chart | None:
+    """The share of each class that is classified correctly, the worst classes first."""
+    classes = () if story.findings is None else story.findings.classes
+    known = sorted((one for one in classes if one.accuracy is not None), key=lambda one: one.accuracy or 0.0)
+    if len(known) < 2:
+        return None
+    shown = known[:MAX_CLASSES_DRAWN]
+    note = f"The {len(shown)} worst of {len(known):,} classes." if len(known) > len(shown) else ""
+    return bars(
+        "Accuracy in training, by class", [story.class_name(one.label) for one in shown],
+        [Series(name="accuracy", values=[one.accuracy for one in shown])], form=words.percent, what="class", note=note,
+        hues=False,
+    )  # fmt: skip
+
+
+def confused(story: Story) -> Chart | None:
+    """The pairs of classes that the model confuses most often."""
+    pairs = () if story.findings is None else story.findings.confusions
+    if not pairs:
+        return None
+    names = [f"{story.class_name(one.label)} taken for {story.class_name(one.guess)}" for one in pairs]
+    shares = ", ".join(f"{one.share:.0%}" for one in pairs[:3])
+    return bars(
+        "Classes that are confused", names, [Series(name="samples", values=[one.samples for one in pairs])],
+        form=words.short, what="pair", hues=False,
+        note=f"The first {min(3, len(pairs))} are {shares} of their class.",
+    )  # fmt: skip
+
+
 def _metric_form(story: Story) -> Callable[[float], str]:
     return words.percent if story.in_shares else words.short
 

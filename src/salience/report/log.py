@@ -18,11 +18,11 @@ class Log:
     path: Path
     events: tuple[Event, ...]
     torn: int
-    """Lines that are not whole JSON objects,"""
+    """Lines that are not whole JSON objects."""
     cut: bool
-    """the last one among them;"""
+    """True if the last line is one of them."""
     newer: int
-    """events of a schema that this salience does not know."""
+    """Events of a schema that this salience does not know."""
     unknown: Mapping[str, int]
     """Events of unknown kinds, by kind."""
     malformed: Mapping[str, int]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from salience.events import (
     BottleneckFound,
     Findings,
     LeverDecided,
+    MachineUse,
     RunStarted,
     SampleBroken,
     Steered,
@@ -149,6 +150,17 @@ class Story:
         spent = [window.steps for window in self.windows if window.steps is not None]
         total = sum(one.wait + one.copy + one.forward + one.backward for one in spent)
         return sum(one.wait for one in spent) / total if total > 0 else None
+
+    @property
+    def usage(self) -> tuple[MachineUse, ...]:
+        """How busy the machine was, over the windows; where they do not say, as the last profile measured it."""
+        found: list[MachineUse] = []
+        for window in self.windows:
+            used = () if window.end is None else window.end.usage
+            # A resumed process counts its seconds from 0 again.
+            before = found[-1].seconds if found and used and used[0].seconds < found[-1].seconds else 0.0
+            found += [replace(one, seconds=one.seconds + before) for one in used]
+        return tuple(found) or next((one.usage for one in reversed(self.bottlenecks) if one.usage), ())
 
     @property
     def work(self) -> dict[str, float]:

@@ -42,7 +42,7 @@ def _headline(summary: Mapping[str, Any]) -> str:
             [*lines, words.selected(made["windows"], told["windows"], made["visits"], made["visits_full"])]
         )
     lines += words.forecast(told, build(Shorter, told))
-    if told["skipped_mean_loss"] is not None:
+    if told["skipped_mean_loss"] is not None and told["visits"] < told["visits_full"]:
         skipped = round((told["visits_full"] - told["visits"]) / told["windows"])
         lines.append(
             f"It would skip {skipped:,} samples per epoch, and {told['skipped_in_middle']:,} in the middle of the run, whose "
@@ -104,7 +104,7 @@ def _never(summary: Mapping[str, Any]) -> str:
 
 def verdict(story: Story) -> str:
     """What was trained, how well, at what cost, and what was found, in a few plain sentences."""
-    return " ".join(part for part in (_trained(story), *_cost(story), _found(story)) if part)
+    return " ".join(part for part in (_trained(story), *_cost(story), _decided(story), _found(story)) if part)
 
 
 def sections(story: Story) -> dict[str, str]:
@@ -112,6 +112,7 @@ def sections(story: Story) -> dict[str, str]:
     found = story.findings
     return {
         "time": _waiting(story),
+        "machine": _machine(story),
         "bytes": _bytes(story),
         "stages": _stages(story),
         "suspects": "" if found is None else words.labels(found),
@@ -155,6 +156,38 @@ def _cost(story: Story) -> list[str]:
     if story.forecast is not None:
         return said + words.forecast(story.forecast, story.shorter)
     return said if story.shorter.cannot_say else said + words.cost(story.shorter, story.epochs)
+
+
+def _decided(story: Story) -> str:
+    """What `auto` kept and undid; nothing where it was not asked."""
+    kept = [
+        one.lever + ("" if one.measured is None else f" ({one.measured:.2f}x as fast)")
+        for one in story.decisions
+        if one.action == "keep"
+    ]
+    undone = [one.lever for one in story.decisions if one.action == "undo"]
+    if not story.decisions:
+        return ""
+    said = ("kept", kept), ("tried and undid", undone)
+    parts = [f"{what} {words.listed(levers)}" for what, levers in said if levers]
+    return f"auto {words.listed(parts)}." if parts else "auto changed nothing."
+
+
+def _machine(story: Story) -> str:
+    """Means over the run."""
+    used = story.usage
+    if not used:
+        return ""
+
+    def mean(values: list[float]) -> str:
+        return words.percent(sum(values) / len(values))
+
+    parts = [f"the processors were {mean([one.cpu for one in used])} busy"]
+    parts += [
+        f"GPU {k} was {mean([one.gpu[k] for one in used])} busy" for k in range(min(len(one.gpu) for one in used))
+    ]
+    parts.append(f"{mean([one.memory for one in used])} of the memory was in use")
+    return f"On average, {words.listed(parts)}, other programs included."
 
 
 def _found(story: Story) -> str:

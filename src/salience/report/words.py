@@ -26,7 +26,9 @@ def percent(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """'0.4 s', '42 s', '3 min 20 s', '2 h 5 min'."""
+    """'4.3 ms', '0.4 s', '42 s', '3 min 20 s', '2 h 5 min'."""
+    if 0 < value < 0.095:
+        return f"{1000 * value:.2g} ms"
     if value < 9.95:
         return f"{value:.1f} s"
     if value < 119.5:
@@ -53,6 +55,14 @@ def size(value: float) -> str:
         if abs(value) < 1024:
             return f"{value:.1f} {unit}"
     return f"{value / 1024:,.1f} TiB"
+
+
+def short_size(value: float) -> str:
+    """Bytes for an axis: '0', '5 kB', '1.5 GB'."""
+    for unit, power in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(value) >= power:
+            return f"{value / power:.3g} {unit}"
+    return f"{value:.3g}"
 
 
 def loss(value: float | None) -> str:
@@ -94,7 +104,9 @@ def forecast(told: Mapping[str, Any], found: Shorter) -> list[str]:
     """Sentences on whether less would be enough, and on what selection would save."""
     over, saved = f"over {count(round(told['windows']), 'epoch')}", instead(told["visits"], told["visits_full"])
     lines = cost(found, round(told["windows"]))
-    if found.rising:
+    if told["visits"] >= told["visits_full"]:
+        lines.append(f"Forecast: {over} selection would save no visits.")
+    elif found.rising:
         lines.append(f"Selection is not advised for this run; {over} it would make {saved}.")
     else:
         lines.append(f"Forecast: {over} selection would make {saved}.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -167,7 +167,7 @@ class Run:
             self.flush()
         self.events.emit(
             "window", window=course.window, batches=len(course.delivered), of=len(shard), finished=finished,
-            visited=course.visits, **self.watching.spent(),
+            visited=course.visits, loss=self._mean_loss(), **self.watching.spent(),
         )  # fmt: skip
         course.end()
         if course.window == self.setup.windows:
@@ -374,18 +374,26 @@ class Run:
             selected=(epochs, course.visits_before) if selects else None,
         )  # fmt: skip
 
-    def report(self, *, local: bool = False) -> str:
-        """The summary as text, with what each part has to say; also written to the event log."""
+    def report(self, classes: Sequence[str] | None = None, *, local: bool = False) -> str:
+        """The summary as text, classes called by their names, with what each part has to say; also written to the event log."""
         from salience.report.text import render
 
         if self.setup.ranks is None or not local:
             self.flush()
             self._look_for_copies(last=True)
         self._emit_findings()
-        text = render(self.events.emit("observed", summary=self.summary(local=local))["summary"])
+        text = render(self.events.emit("observed", summary=self.summary(local=local))["summary"], names=classes)
         if self.feeding is not None:
             self.feeding.compare(self.planning.trace, None if self.staging is None else self.staging.treating.unread)
         return "\n\n".join([text, *filter(None, (part.report() for part in self.parts))])
+
+    def _mean_loss(self) -> float | None:
+        """Mean loss of the samples visited in this window; None where it is not known yet, as on several ranks."""
+        ledger = self.recording.ledger
+        visited = (ledger.last_seen == self.course.window) & np.isfinite(ledger.last_loss)
+        if self.setup.ranks is not None or not visited.any():
+            return None
+        return float(ledger.last_loss[visited].mean(dtype=np.float64))
 
     def _look_for_copies(self, *, last: bool = False) -> None:
         if self.copying.search is not None:

@@ -18,6 +18,10 @@ def resolve(select: Select) -> SelectConfig | Trace | None:
     if select is None or isinstance(select, (SelectConfig, Trace)):
         return select
     table: dict[str, Any]
+    if not isinstance(select, (str, Mapping)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(
+            f'select is {select!r}; name a preset (select="default"), a TOML file or a table; None observes.'
+        )
     if isinstance(select, str):
         if not select.endswith(".toml"):
             return preset(select)

@@ -13,10 +13,11 @@ from salience.report.sinks import Sink, guarded, sink
 from salience.run.part import Batch, Part, Setup, Voice
 from salience.watch import Steps, Stopwatch
 from salience.watch.probe import Probe, current_session
+from salience.watch.usage import UsageRecord
 
 
 class Watching(Part):
-    """Timers of the run. `watch` has the seconds of salience itself, `steps` those of the training loop."""
+    """Timers of the run, and how busy the machine is. `watch` has the seconds of salience itself, `steps` those of the loop."""
 
     name = "watching"
 
@@ -25,6 +26,8 @@ class Watching(Part):
         self.steps = Steps()
         self.probe: Probe | None = None
         """Measures the loader alone and the loop alone now and then; None unless it was asked for."""
+        self.usage: UsageRecord | None = None
+        """How busy the machine is; made with the first window."""
         self._opened_at = 0.0
 
     def profile(self, workers: int, ahead: int) -> None:
@@ -33,10 +36,14 @@ class Watching(Part):
             self.probe = session.probe_for(self.steps, workers, ahead)
 
     def open(self, shard: Shard, done: frozenset[int]) -> None:
+        self.usage = self.usage or UsageRecord()
+        self.usage.begin()
         self._opened_at = time.perf_counter()
         self.steps.ask()  # before workers start, which is part of the first wait
 
     def take_back(self, batch: Batch) -> None:
+        if self.usage is not None:
+            self.usage.note()
         if self.steps.count:  # a Selector's batches cost nothing to get, and are not timed
             self.steps.ask()
 
@@ -44,10 +51,15 @@ class Watching(Part):
         self.steps.pause()
 
     def spent(self) -> dict[str, Any]:
-        """Fields of the `window` event: seconds of the window, of salience itself, and of the steps."""
+        """Fields of the `window` event: seconds of the window, of salience itself and of the steps; learning rate, machine."""
         spent = self.steps.spent()
-        steps = {"steps": asdict(spent)} if spent.steps else {}
-        return {"seconds": time.perf_counter() - self._opened_at, "overhead": dict(self.watch.seconds), **steps}
+        return {
+            "seconds": time.perf_counter() - self._opened_at,
+            "overhead": dict(self.watch.seconds),
+            **({"steps": asdict(spent)} if spent.steps else {}),
+            "lr": self.steps.lr,
+            "usage": [] if self.usage is None else [asdict(one) for one in self.usage.taken()],
+        }
 
 
 def open_sinks(setup: Setup, voice: Voice, sinks: Sequence[str | Sink]) -> None:

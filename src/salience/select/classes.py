@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from salience.events import ClassFinding, VisitFinding
+from salience.events import ClassFinding, Confusion, VisitFinding
 from salience.ledger import Ledger
 from salience.select.view import Bools
 
@@ -14,6 +14,8 @@ MAX_BINS = 24
 """Most bins of a histogram."""
 MAX_CLASSES_LISTED = 1000
 """Most classes to list."""
+MAX_CONFUSIONS = 12
+"""Most pairs of classes to list."""
 
 
 def class_findings(ledger: Ledger, suspect: Bools) -> tuple[int, tuple[ClassFinding, ...]]:
@@ -51,6 +53,17 @@ def class_findings(ledger: Ledger, suspect: Bools) -> tuple[int, tuple[ClassFind
             )
         )
     return len(present), tuple(found)
+
+
+def confusions(ledger: Ledger) -> tuple[Confusion, ...]:
+    """The pairs (class, class the model gave last) that most samples have, largest first; the lower classes on a tie."""
+    wrong = (ledger.label >= 0) & (ledger.guess >= 0) & (ledger.guess != ledger.label)
+    pairs, counts = np.unique(np.stack([ledger.label[wrong], ledger.guess[wrong]]), axis=1, return_counts=True)
+    most = np.argsort(-counts, kind="stable")[:MAX_CONFUSIONS]
+    return tuple(
+        Confusion(label=label, guess=guess, samples=count, share=count / int(np.count_nonzero(ledger.label == label)))
+        for (label, guess), count in zip(pairs[:, most].T.tolist(), counts[most].tolist(), strict=True)
+    )
 
 
 def _unevenness(ratio: float, own: tuple[float, float], overall: tuple[float, float]) -> str:

@@ -18,7 +18,7 @@ from salience.errors import StateError
 from salience.events import CopyGroup, Findings, Hard, Suspect
 from salience.files import read_npz, write_npz
 from salience.ledger import Ledger
-from salience.select.classes import class_findings, visit_findings
+from salience.select.classes import class_findings, confusions, visit_findings
 from salience.select.noise import Judgement, judge
 from salience.select.view import Bools, Floats, Ids
 
@@ -90,6 +90,7 @@ def findings(
         copies=() if near is None else tuple(copies(*near, top=top)),
         class_count=class_count,
         classes=classes,
+        confusions=confusions(ledger),
         visits=visit_findings(ledger, windows=windows, visits=visits) if windows else None,
         not_finite=int(ledger.bad.sum(dtype=np.int64)),
     )

@@ -94,6 +94,8 @@ class Steps:
         self.count = 0
         self.losses = False
         """True once loss() was called."""
+        self.lr: float | None = None
+        """Learning rate of the step, where a ProgressLR sets it."""
         self._spent = Spent()
         self._asked = self._got = self._copied = self._lost = 0.0
         self._device: torch.device | None = None

@@ -1,7 +1,8 @@
-"""How busy the machine is: a thread that looks twice a second at CPU, memory, disk, network and GPUs."""
+"""How busy the machine is: CPU, memory, disk, network and GPUs, over a window or while a block runs."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import threading
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 SECONDS_BETWEEN_SAMPLES = 0.5
+MAX_SAMPLES_PER_WINDOW = 12
+"""Samples of a window that are kept in the event log."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +31,66 @@ class UsageSample:
     """Bytes per second received and sent."""
     gpu: tuple[float, ...] = ()
     """Share of the time in which each GPU had work."""
+
+
+class Meter:
+    """Looks at the machine when asked; each sample covers the time since the one before."""
+
+    def __init__(self) -> None:
+        self._psutil: Any = importlib.import_module("psutil")
+        self._gpus = _gpus()
+        self._begin = self._then = time.monotonic()
+        self._before = _counters(self._psutil)
+
+    def look(self) -> UsageSample:
+        now, counters = time.monotonic(), _counters(self._psutil)
+        busy, idle, disk, network = (a - b for a, b in zip(counters, self._before, strict=True))
+        seconds = max(now - self._then, 1e-6)
+        self._then, self._before = now, counters
+        return UsageSample(
+            seconds=now - self._begin,
+            cpu=min(1.0, max(0.0, busy / (busy + idle))) if busy + idle > 0 else 0.0,
+            memory=self._psutil.virtual_memory().percent / 100,
+            disk=disk / seconds,
+            network=network / seconds,
+            gpu=tuple(read() for read in self._gpus),
+        )
+
+
+class UsageRecord:
+    """A few samples over a stretch of any length, without a thread: whoever passes by calls `note`."""
+
+    def __init__(self, most: int = MAX_SAMPLES_PER_WINDOW) -> None:
+        self._most = most
+        self._meter: Meter | None = None
+        if importlib.util.find_spec("psutil") is not None:
+            with contextlib.suppress(Exception):  # a container may hide /proc
+                self._meter = Meter()
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was noted, and start anew."""
+        self._samples: list[UsageSample] = []
+        self._every, self._due = SECONDS_BETWEEN_SAMPLES, time.monotonic() + SECONDS_BETWEEN_SAMPLES
+
+    def note(self, *, now: bool = False) -> None:
+        """Take a sample if it is time for one, or `now`; of too many, every other one is dropped and the pace halved."""
+        if self._meter is None or not (now or time.monotonic() >= self._due):
+            return
+        try:
+            self._samples.append(self._meter.look())
+        except Exception:  # NVML or the system refuses: training goes on, and nothing is shown
+            self._meter = None
+            return
+        if len(self._samples) > self._most:
+            self._samples, self._every = self._samples[1::2], 2 * self._every
+        self._due = time.monotonic() + self._every
+
+    def taken(self) -> tuple[UsageSample, ...]:
+        """The samples since `begin`; at least one."""
+        if not self._samples:
+            self.note(now=True)
+        return tuple(self._samples)
 
 
 class Usage:
@@ -52,31 +115,21 @@ class Usage:
             self._thread.join()
 
     def _run(self) -> None:
-        psutil: Any = importlib.import_module("psutil")
-        gpus = _gpus()
-        begin = then = time.monotonic()
-        psutil.cpu_percent()
-        before = _traffic(psutil)
+        meter = Meter()
         while not self._over.wait(self._every):
-            now, traffic = time.monotonic(), _traffic(psutil)
-            disk, network = ((a - b) / (now - then) for a, b in zip(traffic, before, strict=True))
-            self.samples.append(
-                UsageSample(
-                    seconds=now - begin,
-                    cpu=psutil.cpu_percent() / 100,
-                    memory=psutil.virtual_memory().percent / 100,
-                    disk=disk,
-                    network=network,
-                    gpu=tuple(read() for read in gpus),
-                )
-            )
-            then, before = now, traffic
+            self.samples.append(meter.look())
 
 
-def _traffic(psutil: Any) -> tuple[int, int]:
-    """Bytes through disks and networks so far; 0 where the system does not say."""
-    disk, network = psutil.disk_io_counters(), psutil.net_io_counters()
+def _counters(psutil: Any) -> tuple[float, float, float, float]:
+    """Seconds busy and idle of all cores, bytes through disks and networks, so far; 0 where the system does not say.
+
+    Not `cpu_percent`, which would also reset what the user's own code measures by it.
+    """
+    times, disk, network = psutil.cpu_times(), psutil.disk_io_counters(), psutil.net_io_counters()
+    idle = times.idle + getattr(times, "iowait", 0.0)
     return (
+        sum(times) - idle - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0),  # guests are in user
+        idle,
         disk.read_bytes + disk.write_bytes if disk else 0,
         network.bytes_recv + network.bytes_sent if network else 0,
     )
