@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import digest, problem, run_ranks, small_net, wrapped
 
 import salience
 from salience.gradients.hook import Traffic
-
-from processes import digest, problem, run_ranks, small_net, wrapped
 
 LOSSY = {
     "fp16": {},

@@ -132,7 +132,9 @@ class Quorum:
         try:
             answer = self._mine.get(timeout=self.link.deadline)
         except Empty:
-            answer = f"Too few ranks came to an averaging point in {self.link.deadline:g} s; look for their first error."
+            answer = (
+                f"Too few ranks came to an averaging point in {self.link.deadline:g} s; look for their first error."
+            )
         if isinstance(answer, str):
             raise RankError(answer)
         return answer
