@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from salience.gradients.handle import Handle
 
 SKIP, MEASURE, BLOCK, PAIRS, CHECK_EVERY = 5, 8, 6, 4, 64
-"""Steps not looked at, steps measured, steps per block of a trial, most pairs of blocks, steps between two looks at the link."""
+"""Steps not looked at, steps measured, steps per block of a trial, most pairs of blocks, steps between looks at the link."""
 WORTH, KEEP, HOPELESS, CHANGED = 1.05, 1.02, 1 / 1.1, 2.0
 """Speed-ups worth a trial, needed to stay, and that end a trial at once; change of the link after which all starts again."""
 PROBE = 1 << 17
