@@ -183,7 +183,7 @@ def test_a_round_ends_with_the_quorum_and_late_ones_join_the_next():
     assert rounds.come(2, TOGETHER, one) == {}
     last = rounds.come(1, TOGETHER, 2 * one)
     assert sorted(last) == [0, 1, 2]
-    assert next(update.tolist() for update in last[0]) == [3, 3]
+    assert last[0][0].tolist() == [3, 3]
 
 
 def slow_one(rank: int) -> Any:

@@ -137,6 +137,8 @@ class Handle:
             return
         if self.auto is not None and state.get("auto") is not None:
             self.auto.load_state_dict(state["auto"])
+            if not self.auto.adopted:
+                return  # nothing was decided yet
             self.switch(state["mode"], state["options"])
         elif state["mode"] != self.mode:
             raise StateError(

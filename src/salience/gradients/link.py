@@ -84,6 +84,13 @@ class Link:
         self.wait(dist.broadcast(tensor, source, group=self.group, async_op=True))
         return tensor
 
+    def collect(self, tensor: Tensor) -> Tensor:
+        """Turn `tensor` into the mean over the ranks on the group's first rank; on the others it is spent."""
+        target = dist.get_global_rank(self.group, 0)
+        self.sent += tensor.nbytes if self.rank else 0
+        self.wait(dist.reduce(tensor.div_(self.world), target, group=self.group, async_op=True))
+        return tensor
+
     def wait(self, work: Any) -> None:
         """Wait for a collective until the deadline, or until a rank says that it cannot come.
 

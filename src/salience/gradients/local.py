@@ -69,10 +69,10 @@ class Local:
         """Step after which parameters were sent last."""
         self.rounds = 0
         """Exchanges that have arrived."""
-        self._tensors = [
-            one.detach() for one in (*ddp.module.parameters(), *ddp.module.buffers()) if one.is_floating_point()
-        ]
-        self.anchor = join(self._tensors)
+        parameters = [one.detach() for one in ddp.module.parameters() if one.is_floating_point()]
+        self._tensors = [*parameters, *(one for one in ddp.module.buffers() if one.is_floating_point())]
+        self._parameters = sum(one.numel() for one in parameters)
+        self.anchor = self._first_anchor()
         self.velocity = torch.zeros_like(self.anchor) if outer else None
         self._sent: Tensor | None = None
         self._pending: Future[list[Tensor]] | None = None
@@ -110,6 +110,12 @@ class Local:
         self._silence.close()
         self._thread.shutdown()
 
+    def _first_anchor(self) -> Tensor:
+        """Parameters, which are equal on all ranks, and zeros for buffers, which need not be."""
+        anchor = join(self._tensors)
+        anchor[self._parameters :] = 0.0
+        return anchor
+
     def _begin(self, *, together: bool = False) -> None:
         self._sent = join(self._tensors)
         self.last = self.count
@@ -144,7 +150,7 @@ class Local:
     def load_state_dict(self, state: Mapping[str, Any], *, residuals: bool = True) -> None:
         """Go on from the model's present parameters, which must be those saved."""
         self._arrive()
-        self.anchor = join(self._tensors)
+        self.anchor = self._first_anchor()
         self.count, self.last = int(state["count"]), int(state["last"])
         if self.outer and state["velocity"] is not None:
             self.velocity = state["velocity"].to(self.anchor.device)

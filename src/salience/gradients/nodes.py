@@ -48,10 +48,12 @@ class Grouped:
         """Groups add up when all gradients are there."""
 
     def finish(self, gradients: Sequence[Tensor]) -> None:
-        split(self.nodes.inside.mean(join(gradients)).mul_(self.nodes.weight), gradients)
+        flat = self.nodes.inside.collect(join(gradients))
         if self.across is not None:
+            split(flat.mul_(self.nodes.weight), gradients)
             self.across.finish(gradients)
-        split(self.nodes.inside.broadcast(join(gradients)), gradients)
+            flat = join(gradients)
+        split(self.nodes.inside.broadcast(flat), gradients)
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.across is None else self.across.state_dict()

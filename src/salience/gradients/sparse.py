@@ -120,4 +120,5 @@ class Sparse:
 
 def _typed(columns: Tensor, dtype: torch.dtype) -> Tensor:
     """Bytes [world, n] as numbers; copied, since they need not begin at a multiple of a number's size."""
-    return columns.clone(memory_format=torch.contiguous_format).view(dtype)
+    size = columns.shape[1] // dtype.itemsize
+    return columns.reshape(-1).clone().view(dtype).view(len(columns), size)
