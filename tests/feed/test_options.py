@@ -33,7 +33,7 @@ def test_a_source_keeps_its_options_as_one_frozen_value(folder):
         cache_policy="planned",
     )
     assert source.reading == ReadingOptions(
-        decode=first, cache=500, disk=f"{folder}/.cache", max_broken=0.25, views=True, policy="planned"
+        decode=first, cache=500, disk=f"{folder}/.cache", max_broken=0.25, views=True, cache_policy="planned"
     )
     assert source.reading.cached
     with pytest.raises(dataclasses.FrozenInstanceError):
