@@ -24,10 +24,10 @@ COLUMN_TYPES = {
 }  # fmt: skip
 """The columns of an index in its file, each of one dimension."""
 MAX_BYTES = 1 << 60
-"""No shard, and no number of samples, has more bytes; so sums of two do not overflow."""
+"""Most bytes of a shard, and of all samples together, so that sums of two do not overflow."""
 AGAIN = "make it again with `salience pack --index-only`"
 TEST_SPLITS = ("test", "val", "valid", "validation")
-"""Directories beside `train` that hold what to test on, in the order in which they are looked for."""
+"""Directories beside `train` that hold the test split; the first one found is used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -151,7 +151,9 @@ class Index:
         inside = self.shard >= 0
         over = (self.offset + self.size)[inside] > self.shard_sizes[self.shard[inside]]
         if over.any():
-            raise DataError(f"{where}: {int(over.sum())} samples end behind their shard; it belongs to other shards.")
+            raise DataError(
+                f"{where}: {int(over.sum())} samples end after their shard does; the index belongs to other shards."
+            )
 
 
 def within(column: npt.NDArray[Any], least: int, most: int) -> bool:

@@ -271,7 +271,7 @@ def write_shard(folder: Path, path: Path, shard: TarShard, count: Count) -> npt.
     """
     if (there := size_of(path)) is not None:
         if there != shard.size or size_of(_checks(path)) != 8 * len(shard.samples):
-            raise StateError(f"{path} is not the shard that pack wrote; remove it and give the same command again.")
+            raise StateError(f"{path} is not the shard that pack wrote; remove it and run the same command again.")
         count(shard.size)
         return np.fromfile(_checks(path), dtype=np.uint64)
     part, checks = path.with_suffix(".tar.part"), np.zeros(len(shard.samples), dtype=np.uint64)
@@ -285,7 +285,7 @@ def write_shard(folder: Path, path: Path, shard: TarShard, count: Count) -> npt.
                 beside.write(checks.tobytes())
     except OSError as cause:  # errors of reading are DataErrors by now
         raise DataError(
-            f"{part} cannot be written: {cause.strerror or cause}; make room, then give the same command again:"
+            f"{part} cannot be written: {cause.strerror or cause}; make room, then run the same command again:"
             " whole shards are kept."
         ) from cause
     return checks

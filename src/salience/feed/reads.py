@@ -197,7 +197,7 @@ class Reader:
         return self._here.loop
 
     def latency(self) -> float:
-        """Seconds that an answer takes when it does not have to queue: the quickest tenth of the last requests."""
+        """Seconds that an answer takes without queueing: the quickest tenth of the last requests."""
         seconds = [taken for taken, _ in self._here.seconds]
         return statistics.quantiles(seconds, n=10)[0] if len(seconds) > 1 else 0.0
 
@@ -211,13 +211,13 @@ class Reader:
         process = os.getpid()
         if process not in self._live:
             self.counts = Counts()
-            self._live.setdefault(process, _Live(self.concurrency))  # of two threads, one is first
+            self._live.setdefault(process, _Live(self.concurrency))  # two threads may get here at once
         return self._live[process]
 
     async def _read(self, ids: list[int]) -> dict[int, bytes | Broken]:
         found: dict[int, bytes | Broken] = dict.fromkeys(ids, b"")
         spans = self._spans(ids)
-        if not self.store.far:  # one after the other, which never waits: tasks would cost more than the reads
+        if not self.store.far:  # one after the other: local reads never wait, and tasks would cost more
             for span in spans:
                 found.update(await self._read_span(span))
         else:
@@ -252,7 +252,7 @@ class Reader:
     async def _read_span(self, span: _Span) -> dict[int, bytes | Broken]:
         data = await self._fetch(span)
         found: dict[int, bytes | Broken] = {}
-        if isinstance(data, Broken):  # whose fault it is must not depend on which samples were read together
+        if isinstance(data, Broken):  # which samples are broken must not depend on which ones were read together
             for i in span.ids:
                 found.update({i: data} if len(span.ids) == 1 else await self._read_span(self._alone(span, i)))
             return found

@@ -276,5 +276,5 @@ def size_of(path: Path) -> int | None:
 
 def unreadable(path: Path, cause: OSError) -> DataError:
     return DataError(
-        f"{path} cannot be read: {cause.strerror or cause}; mend or remove it, then give the same command again."
+        f"{path} cannot be read: {cause.strerror or cause}; repair or remove it, then run the same command again."
     )

@@ -170,7 +170,7 @@ class Feeding(Part):
         if count > self._reading.max_broken * self._setup.n:
             raise DataError(
                 f"{count} of {self._setup.n} samples are broken, more than max_broken = {self._reading.max_broken:g}:"
-                f"{self._broken_lines(3)}\nMend or remove them, or raise max_broken."
+                f"{self._broken_lines(3)}\nRepair or remove them, or raise max_broken."
             )
 
     def _broken_lines(self, shown: int) -> str:
