@@ -18,7 +18,7 @@ from salience.feed.process import Job, Process
 from salience.feed.ranges import feeder_gap
 from salience.feed.reads import Broken, Counts
 from salience.feed.schedule import FeedWindow, Limits, in_order
-from salience.feed.shared import BROKEN, SERIAL_SHIFT, WHOLE, Shared, shared_bytes
+from salience.feed.shared import BROKEN, SERIAL_SHIFT, STORE_COUNTS, WHOLE, Shared, shared_bytes
 from salience.feed.simulate import rival_bytes
 from salience.feed.sizes import memory_bytes, size
 from salience.feed.source import Source
@@ -108,7 +108,7 @@ class Feed:
         self._end = 1
         """One more than the last ticket of this window."""
         self._known = np.zeros(len(source), dtype=np.float32)
-        self._before = Counts()
+        self._before: dict[str, int] = {}
         self._process: Process | None = None
         self._restored: Ids | None = None
         self.resident: Ids = np.empty(0, dtype=np.int64)
@@ -217,13 +217,9 @@ class Feed:
     def take_counts(self) -> Counts:
         """Requests to the store since the last call."""
         now = self.counts()
-        names = ("bytes_used", "bytes_sent", "requests", "retried", "hedged")
-        counts = Counts(samples=now["fetched_samples"], **{name: now[name] for name in names})
-        new = Counts()
-        new.add(counts)
-        new.add(Counts(**{name: -getattr(self._before, name) for name in ("samples", *names)}))
-        self._before = counts
-        return new
+        counts = {"samples": now["fetched_samples"], **{name: now[name] for name in STORE_COUNTS}}
+        before, self._before = self._before, counts
+        return Counts(**{name: count - before.get(name, 0) for name, count in counts.items()})
 
     def _importance(self, plan: Plan) -> npt.NDArray[np.float32]:
         """Importance of every sample; for those the plan does not rank, what earlier plans said."""

@@ -20,15 +20,13 @@ import numpy as np
 
 from salience.errors import StoreError
 from salience.feed.arena import Arena
-from salience.feed.fetcher import LAST_WRITES, Fetcher
+from salience.feed.fetcher import Fetcher
 from salience.feed.policy import Policy
 from salience.feed.reads import Broken, Reader
 from salience.feed.schedule import FeedWindow, Limits, Schedule, horizon
 from salience.feed.shared import COUNTERS, Shared
 from salience.feed.tiers import Tier
 from salience.memory import fence
-
-__all__ = ["LAST_WRITES", "FeedWindow", "Feeder", "Limits"]
 
 POLL_SECONDS, IDLE_SECONDS = 0.002, 0.5
 """Seconds between two checks on the ranks, while there is work and while there is none."""

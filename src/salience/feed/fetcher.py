@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -59,9 +60,8 @@ class Fetcher:
 
     def counts(self) -> dict[str, int]:
         """What was asked of the store, and what the tiers had."""
-        store = self.reader.counts
-        names = ("bytes_used", "bytes_sent", "requests", "retried", "hedged")
-        return {"fetched_samples": store.samples, **{name: getattr(store, name) for name in names}, **self._tier_counts}
+        store = asdict(self.reader.counts)
+        return {"fetched_samples": store.pop("samples"), **store, **self._tier_counts}
 
     async def close(self) -> None:
         """Cancel reads and give writes a few seconds to finish."""

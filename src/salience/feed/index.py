@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from salience.errors import DataError
+from salience.errors import DataError, MissingExtra
 from salience.files import read_npz, write_npz
 
 FORMAT = "salience-index-1"
@@ -159,6 +159,15 @@ class Index:
 def within(column: npt.NDArray[Any], least: int, most: int) -> bool:
     """True if all numbers of a column are from `least` to `most`."""
     return not len(column) or (int(column.min()) >= least and int(column.max()) <= most)
+
+
+def hasher() -> Any:
+    """The hash function xxh3_64, whose digest is the checksum in an index."""
+    try:
+        from xxhash import xxh3_64
+    except ImportError as cause:
+        raise MissingExtra.of("xxhash", "feed", "A checksum") from cause
+    return xxh3_64
 
 
 def check_path(path: str, where: str) -> str:

@@ -15,8 +15,10 @@ from typing import Any
 from salience.child import Child
 from salience.errors import SalienceError
 from salience.feed import isolated
-from salience.feed.feeder import LAST_WRITES, Feeder, FeedWindow, Limits
+from salience.feed.feeder import Feeder
+from salience.feed.fetcher import LAST_WRITES
 from salience.feed.policy import OpenPolicy, Policy, open_policy
+from salience.feed.schedule import FeedWindow, Limits
 from salience.feed.shared import Shared
 from salience.feed.source import Source
 from salience.feed.tiers import open_tiers

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from salience.errors import MissingExtra, StoreError
+from salience.errors import StoreError
 from salience.feed import isolated
-from salience.feed.index import Index
+from salience.feed.index import Index, hasher
 from salience.feed.ranges import coalesce
 from salience.feed.retry import RetryPolicy, hedge_delay, may_hedge
 
@@ -124,7 +124,7 @@ class Reader:
         self.store, self.index, self.retry = store, index, retry or RetryPolicy()
         self.concurrency, self.gap, self.longest, self.threads = concurrency, gap, longest, threads
         self.counts = Counts()
-        self._checks = _checksum() if len(index) and bool(index.check.any()) else None
+        self._hash = hasher() if len(index) and bool(index.check.any()) else None
         self._live: dict[int, _Live] = {}  # by process
         self._apart: isolated.Isolated[Sequence[int], tuple[list[bytes | Broken], Counts]] | None = None
 
@@ -276,7 +276,7 @@ class Reader:
 
     def _right(self, i: int, data: bytes) -> bool:
         check = int(self.index.check[i])
-        return not check or self._checks is None or self._checks(data) == check
+        return not check or self._hash is None or self._hash(data).intdigest() == check
 
     async def _fetch(self, span: _Span) -> bytes | Broken:
         """One answer, or what is wrong with the object; StoreError where the store does not answer by the deadline."""
@@ -341,11 +341,3 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 def _stop(loop: asyncio.AbstractEventLoop, process: int) -> None:
     if process == os.getpid() and not loop.is_closed():
         loop.call_soon_threadsafe(loop.stop)
-
-
-def _checksum() -> Callable[[bytes], int]:
-    try:
-        import xxhash
-    except ImportError:
-        raise MissingExtra.of("xxhash", "feed", "checking the bytes of an index with checksums") from None
-    return xxhash.xxh3_64_intdigest

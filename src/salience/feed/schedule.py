@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from salience.errors import StoreError
+from salience.feed.arena import Arena
 from salience.feed.index import Index
 from salience.feed.policy import Ids, Policy
 from salience.feed.ranges import Neighbours
@@ -56,28 +56,6 @@ class Limits:
     """The same for workers that read for themselves, without a cache."""
     package: int = 256 * 1024
     """Bytes of one such request: a batch waits for what is read along with it."""
-
-
-class Room(Protocol):
-    """Memory for samples, as `salience.feed.arena.Arena` provides it."""
-
-    along_bytes: int
-
-    @property
-    def size(self) -> int: ...
-    def has(self, i: int) -> bool: ...
-    def take(self, i: int) -> int | None: ...
-    def give(self, i: int, place: int | None = None) -> None: ...
-    def pin(self, i: int) -> None: ...
-    def unpin(self, i: int) -> None: ...
-    def keep(self, i: int, on: bool) -> None: ...
-    def forget(self) -> None: ...
-    def tidy_all(self) -> None: ...
-    def read_along(self, i: int, place: int) -> None: ...
-    def leave(self, i: int) -> None: ...
-    def leave_all(self) -> None: ...
-    def squeeze(self, ids: Iterable[int], wanted: int | None = None) -> tuple[int | None, int]: ...
-    def others(self, spared: set[int]) -> list[int]: ...
 
 
 @dataclass(slots=True)
@@ -137,7 +115,7 @@ class Schedule:
         self,
         index: Index,
         open_policy: Callable[[], Policy],
-        room: Room,
+        room: Arena,
         limits: Limits,
         *,
         budget: int,

@@ -19,12 +19,14 @@ ABSENT, WHOLE, BROKEN = 0, 1, 2
 KEPT_FLAG = 4
 """Flag beside the state: the cache keeps the sample."""
 
+STORE_COUNTS = ("bytes_used", "bytes_sent", "requests", "retried", "hedged")
+"""Counters of what was asked of the store, as in `salience.feed.reads.Counts`."""
 COUNTERS = (
     "samples", "bytes",  # delivered by the plan
     "hits", "hit_bytes",  # of them, resident when their turn came
     "plain_bytes",  # what the store would have sent without a cache
     "bound_bytes",  # what any cache of this size would have had to fetch
-    "fetched_samples", "bytes_used", "bytes_sent", "requests", "retried", "hedged",  # what was asked of the store
+    "fetched_samples", *STORE_COUNTS,
     "disk_hits", "disk_bytes", "redis_hits", "redis_bytes",
     "horizon", "resident_bytes", "squeezed",  # bytes read ahead at most, bytes kept, samples dropped for want of room
 )  # fmt: skip
