@@ -115,7 +115,7 @@ def test_where_no_memory_can_be_had_one_sentence_says_so(monkeypatch, tmp_path):
     with pytest.raises(StateError, match="set TMPDIR to a folder that can be written to"):
         Memory(64)
     monkeypatch.undo()
-    with pytest.raises(StateError, match="bytes of shared memory cannot be had"):
+    with pytest.raises(StateError, match="bytes of shared memory cannot be allocated"):
         Memory(1 << 62)
 
 

@@ -124,7 +124,7 @@ def no_memory(rank: int) -> Any:
 
 def test_when_the_first_rank_of_a_node_gets_no_memory_all_are_told_and_can_go_on(run):
     first, second = run(no_memory)
-    assert "bytes of shared memory cannot be had" in first[0]
+    assert "bytes of shared memory cannot be allocated" in first[0]
     assert second[0] == "Another rank has no shared memory; its message says why."
     assert first[1] == second[1] == 5
 

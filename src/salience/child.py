@@ -1,7 +1,7 @@
 """Helper processes: started with a pipe to them, watched, and ended with the process that started them.
 
-What a helper sends through the pipe comes out of `receive`; an exception that ends it is told there in its own words, and so is
-a death without any. Nobody is left behind: a helper ends when its Child is closed or forgotten, and when its parent dies.
+`receive` returns what a helper sends through its pipe. If the helper fails or dies, `receive` raises Lost with the reason. A
+helper ends when its Child is closed or deleted, and when its parent dies, so that none is left behind.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Child:
         farewell: float = 0.0,
         ends_itself: bool = False,
     ) -> None:
-        """`farewell`: seconds in which it may end by itself when it is closed, told by a None in the pipe; then it is killed.
-        `ends_itself`: it looks after its parent on its own, since it has something to finish when that dies."""
+        """`farewell`: seconds that it has to end by itself after a None in the pipe, before it is killed.
+        `ends_itself`: it checks by itself whether its parent is alive, since it has work to finish when the parent dies."""
         if start == "spawn" and multiprocessing.current_process().name == name:
             raise SystemExit(1)  # a script without a guard, which starts everything again when it is imported
         context: Any = multiprocessing.get_context(start)
@@ -78,7 +78,7 @@ class Child:
         return self.mine and not wait([self.process.sentinel], timeout=0)
 
     def on_end(self, call: Callable[[], None]) -> None:
-        """Call this from a thread when the process ends, however it does. It must not hold this Child."""
+        """Call `call` from a thread when the process ends for any reason. It must not hold this Child."""
         ends = os.dup(self.process.sentinel)  # the process object may be gone before the thread looks
         self._watch = threading.Thread(target=_watch, args=(ends, call), daemon=True)
         self._watch.start()
@@ -107,7 +107,7 @@ class Child:
         return message
 
     def _last_words(self) -> str:
-        """Why it is gone; what it sent before that is of no use any more."""
+        """Why it is gone; messages that it sent before are dropped."""
         try:
             while True:
                 self.receive()
@@ -122,7 +122,7 @@ class Child:
 
 
 def _main(pipe: Any, theirs: Any, parent: int | None, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    """What the process does."""
+    """The main function of the process."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # those are for the parent, which ends this
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -140,7 +140,7 @@ def _main(pipe: Any, theirs: Any, parent: int | None, work: Callable[..., None],
 
 
 def _end_with(parent: int) -> None:
-    """The end of the pipe tells it too, but not while a process that was forked from the parent holds a copy."""
+    """Exit when the parent dies. The pipe alone does not show that while a process forked from the parent holds a copy."""
     while os.getppid() == parent:
         time.sleep(SECONDS_BETWEEN_CHECKS)
     os._exit(1)

@@ -22,9 +22,9 @@ from salience.door import Door, Parts
 from salience.errors import ConfigError, DataError, StateError, did_you_mean
 from salience.events import EventLog
 from salience.feed.dataset import SourceDataset
-from salience.feed.options import ReadingOptions, reading_options
+from salience.feed.options import READING_OPTIONS, ReadingOptions
 from salience.feed.sizes import memory_bytes
-from salience.feed.source import READING_OPTIONS, Source
+from salience.feed.source import Source
 from salience.ledger import Ledger
 from salience.report.sinks import Sink
 from salience.run.deciding import Deciding, cores_of, first_cache
@@ -284,7 +284,7 @@ def _with_reading(dataset: Any, options: dict[str, Any]) -> tuple[Any, ReadingOp
     if any(given.get(tier) is not None for tier in ("cache", "disk", "redis")):
         raise ConfigError(f"cache=, disk= and redis= are for a salience.Source, not for a {name}.")
     broken = {"max_broken": given["max_broken"]} if "max_broken" in given else {}
-    return dataset, reading_options(np.empty(0, dtype=np.int64), **broken)
+    return dataset, ReadingOptions(**broken).checked(np.empty(0, dtype=np.int64))
 
 
 def _scorer(source: WorkerSource, setup: Setup, model: nn.Module, device: torch.device | str) -> Scorer:

@@ -1,12 +1,12 @@
 """Memory that processes of one node share: made by one of them, opened by the others.
 
 On Linux it is an anonymous memory file. It has no name and needs no room in /dev/shm, so that nothing is left behind by a crash
-and small containers have no trouble; other processes open it through the one that made it. Elsewhere it is a file that only its
+and small containers can have it; other processes open it through the one that made it. Elsewhere it is a file that only its
 owner may open, under a name that cannot be guessed, removed by its maker.
 
-Who writes and who reads without a lock needs an order: first the data, then the flag that says they are there. x86 keeps the
-stores of a program in order, and its loads; ARM and others do not. So every such protocol has a `fence()` between data and
-flag, on both sides, which is a memory barrier where the processor needs one.
+Processes that share data without a lock need an order: first the data, then the flag that announces them. x86 keeps stores in
+program order, and loads too; ARM and others do not. So every such protocol has a `fence()` between data and flag, on both
+sides, which is a memory barrier where the processor needs one.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Token:
     path: str
     size: int
     inode: int
-    """Tells another file of the same number, or name, from this one."""
+    """Distinguishes this file from a later one with the same number or name."""
 
 
 class Memory:
-    """`size` bytes, zero at first. Only pages that are written to take room. Pickled, it is opened at the other end."""
+    """`size` bytes, initially zero. Only pages that are written to take up memory. Unpickling opens the same memory."""
 
     def __init__(self, size: int) -> None:
         fd, path = _anonymous() or _named(_folder(size))
@@ -61,7 +61,7 @@ class Memory:
         return self.token
 
     def __setstate__(self, token: Token) -> None:
-        link = token.path.startswith("/proc/")  # of the kernel's making; any other is not to be followed
+        link = token.path.startswith("/proc/")  # made by the kernel; any other link must not be followed
         try:
             fd = os.open(token.path, os.O_RDWR | os.O_CLOEXEC | (0 if link else os.O_NOFOLLOW))
         except OSError as cause:
@@ -78,14 +78,14 @@ class Memory:
     def _begin(self, fd: int, token: Token, unlink: str | None, *, new: bool) -> None:
         self.token, self.size, self.fd = token, token.size, fd
         self.close = weakref.finalize(self, _release, fd, unlink, os.getpid())
-        """Let go of it: others cannot open it any more. Arrays that lie in it stay valid."""
+        """Release it, so that others can no longer open it. Arrays in it stay valid."""
         try:
             if new:
                 os.ftruncate(fd, _whole(token.size))
             self.buffer = mmap.mmap(fd, _whole(token.size))
         except OSError as cause:
             self.close()
-            raise StateError(f"{token.size:,} bytes of shared memory cannot be had: {cause.strerror}.") from cause
+            raise StateError(f"{token.size:,} bytes of shared memory cannot be allocated: {cause.strerror}.") from cause
 
     def array(self, dtype: npt.DTypeLike, count: int, offset: int = 0) -> npt.NDArray[Any]:
         """`count` elements from byte `offset` on, [count]; writing to it is seen by all."""
@@ -128,7 +128,7 @@ def fence() -> None:
 
 
 def _whole(size: int) -> int:
-    """In whole pages, at least one."""
+    """`size` rounded up to whole pages, at least one."""
     return max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 
@@ -155,7 +155,7 @@ def _named(folder: Path) -> tuple[int, str]:
 
 
 def _folder(size: int) -> Path:
-    """In memory where there is room, else the temporary folder."""
+    """A folder in memory if it has room, else the temporary folder."""
     for folder in (Path("/dev/shm"), Path(tempfile.gettempdir())):
         if folder.is_dir() and os.access(folder, os.W_OK):
             room = os.statvfs(folder)

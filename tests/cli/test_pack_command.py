@@ -100,7 +100,7 @@ def test_a_full_disk_is_one_sentence_and_the_next_run_goes_on(place: Path):
         text=True,
     )
     assert full.returncode == 2
-    assert "cannot be written: File too large; make room, then give the same command again" in full.stderr
+    assert "cannot be written: File too large; make room, then run the same command again" in full.stderr
     assert full.stderr.count("\n") == 1
     assert main(["pack", "data", "out", *ARGS]) == 0
     assert main(["pack", "--check", "out"]) == 0

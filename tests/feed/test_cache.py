@@ -351,7 +351,7 @@ def test_what_cannot_be_is_said_when_the_loader_is_made(tmp_path, problem):
         ({"cache": -1}, "at least 0"),
         ({"cache": "1kB", "cache_policy": "planed"}, "Did you mean 'planned'"),
         ({"disk": f"{tmp_path}:0"}, "write DIR:BYTES"),
-        ({"redis": "http://host"}, "no URL of a Redis server"),
+        ({"redis": "http://host"}, "not the URL of a Redis server"),
     ]:
         with pytest.raises(ConfigError, match=says):
             make(source, **options)

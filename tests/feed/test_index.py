@@ -38,7 +38,7 @@ def test_an_object_of_its_own_is_its_own_path():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"offset": np.array([0, 70, 10])}, "end behind"),
+        ({"offset": np.array([0, 70, 10])}, "end after their shard"),
         ({"offset": np.array([-1, 60, 10])}, "negative"),
         ({"size": np.array([1, 2])}, "differ in length"),
         ({"shard": np.array([0, 0, 2], np.int32)}, "does not list"),

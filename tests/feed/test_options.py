@@ -33,7 +33,7 @@ def test_a_source_keeps_its_options_as_one_frozen_value(folder):
         cache_policy="planned",
     )
     assert source.reading == ReadingOptions(
-        decode=first, cache=500, disk=f"{folder}/.cache", max_broken=0.25, views=True, policy="planned"
+        decode=first, cache=500, disk=f"{folder}/.cache", max_broken=0.25, views=True, cache_policy="planned"
     )
     assert source.reading.cached
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -55,7 +55,7 @@ def test_a_cache_is_no_larger_than_all_samples(folder):
         ({"cache": 50}, r"A cache of 50 bytes holds no sample; the smallest has 100"),
         ({"cache": 500, "cache_policy": "planed"}, r"no cache policy 'planed'.*'planned'"),
         ({"disk": "/x:0"}, r"disk is '/x:0'; write DIR:BYTES"),
-        ({"redis": "http://host"}, r"redis is no URL of a Redis server; write for example redis://"),
+        ({"redis": "http://host"}, r"redis is not the URL of a Redis server; write for example redis://"),
         ({"max_broken": 1.5}, r"max_broken is 1.5; it must be a share from 0 to 1"),
     ],
 )

@@ -363,8 +363,8 @@ def test_a_database_the_server_has_not_is_an_error(shared, opened):
 @pytest.mark.parametrize(
     ("url", "said_of_it"),
     [
-        ("host:6379", "is no URL of a Redis server; write for example redis://host:6379/0"),
-        (f":{SECRET}@host:6379", "is no URL"),
+        ("host:6379", "is not the URL of a Redis server; write for example redis://host:6379/0"),
+        (f":{SECRET}@host:6379", "is not the URL"),
         (f"redsi://:{SECRET}@host", "Did you mean 'redis'"),
         (f"redis://:{SECRET}?x@host:6379/0", "cannot be read"),
         (f"redis://:{SECRET}/x@host:6379/0", "cannot be read"),

@@ -96,7 +96,7 @@ def test_a_folder_is_a_sample_an_object_and_a_class_a_directory(tmp_path):
     assert (len(source), source.classes, source.labels.tolist()) == (3, ("ape", "cat"), [0, 1, 1])
     assert source.read([2, 0, 2]) == [b"cat/2", b"ape/1", b"cat/2"]
     assert [source.names[i] for i in range(3)] == ["ape/1", "cat/1", "cat/2"]
-    assert source.layout.shard.tolist() == [-1, -1, -1]
+    assert source.index.shard.tolist() == [-1, -1, -1]
 
 
 def test_shards_are_read_by_their_index_in_few_requests(shard_folder):
@@ -211,7 +211,7 @@ def test_an_object_that_went_away_or_shrank_is_broken(tmp_path):
 def test_a_broken_sample_does_not_break_its_neighbours(shard_folder):
     source = salience.Source(shard_folder)
     with (shard_folder / "00.tar").open("r+b") as file:
-        file.truncate(int(source.layout.offset[18]) + 10)
+        file.truncate(int(source.index.offset[18]) + 10)
     found = source.read(range(20))
     assert found[:18] == [vector(i) for i in range(18)]
     assert [part for part in found[18:] if isinstance(part, Broken)] == found[18:]
@@ -437,7 +437,7 @@ def test_a_shard_of_more_than_four_gib_is_read_behind_them(tmp_path):
         file.write(bytes(1024))
     source = salience.Source(tmp_path / "large.tar")
     assert source.sizes.tolist() == [large, 5]
-    assert source.layout.offset[1] > 2**32
+    assert source.index.offset[1] > 2**32
     assert source.read([1]) == [b"after"]
     source.index.save(tmp_path / "index.npz")
     assert salience.Source(tmp_path).read([1]) == [b"after"]

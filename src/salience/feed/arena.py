@@ -1,4 +1,4 @@
-"""The bytes of samples in shared memory: where each lies, who holds it, and when its place is free again."""
+"""Memory for the bytes of samples: where each sample lies, which batches hold it, and when its memory is freed."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ HERE = WHOLE | BROKEN
 
 
 class Arena:
-    """Places of samples. One is given back when no batch holds it, it was not read along, and the cache does not keep it."""
+    """Allocates memory for samples. Frees it once no batch holds the sample, it is not read along, and not kept."""
 
     def __init__(self, shared: Shared, sizes: npt.NDArray[np.int64]) -> None:
         self.shared, self.sizes = shared, sizes
         self._space = Space(shared.token.capacity)
         self._pins = np.zeros(len(sizes), dtype=np.int32)
         self._along = np.zeros(len(sizes), dtype=bool)
-        """Read along with a neighbour and not staged yet; counts as a pin."""
+        """True for samples read along with a neighbour and not staged yet, bool [n]; each counts as a pin."""
         self.along_bytes = 0
         self._lengths: dict[int, int] = {}
-        """Slots of broken samples, which hold a sentence instead."""
+        """Broken sample -> bytes of the reason that is stored in its place."""
 
     @property
     def size(self) -> int:
         return self._space.size
 
     def has(self, i: int) -> bool:
-        """True if its bytes are here, or what is wrong with them."""
+        """True if its bytes are in memory, or the reason why it is broken."""
         return bool(self.shared.state[i] & HERE)
 
     def take(self, i: int) -> int | None:
-        """A place for a sample that is not here; None where no free piece is as large."""
+        """Reserve memory for a sample and return its offset; None if no free block is large enough."""
         return self._space.take(int(self.sizes[i]))
 
     def give(self, i: int, place: int | None = None) -> None:
-        """Give a place back that nothing was put into."""
+        """Free memory that was reserved and not filled."""
         self._space.give(int(self.shared.offset[i]) if place is None else place, int(self.sizes[i]))
 
     def put(self, i: int, data: bytes | Broken) -> None:
-        """What came of a sample, into the place that was taken for it."""
+        """Store the bytes of a sample, or the reason why it is broken, in the memory reserved for it."""
         shared, place = self.shared, int(self.shared.offset[i])
         if isinstance(data, bytes):
             shared.data[place : place + len(data)] = data
@@ -62,7 +62,7 @@ class Arena:
         self.tidy(i)
 
     def pin(self, i: int) -> None:
-        """A batch holds it; if it was read along, it no longer is only that."""
+        """Note that a batch holds the sample; it no longer counts as read along."""
         self._pins[i] += 1
         self.leave(i)
 
@@ -77,7 +77,7 @@ class Arena:
         self.along_bytes += int(self.sizes[i])
 
     def leave(self, i: int) -> None:
-        """It is no longer one that was read along."""
+        """Stop counting the sample as read along."""
         if self._along[i]:
             self._along[i] = False
             self._pins[i] -= 1
@@ -89,7 +89,7 @@ class Arena:
             self.tidy(i)
 
     def keep(self, i: int, on: bool) -> None:
-        """True if the cache is going to keep it."""
+        """Set whether the cache keeps the sample."""
         if on:
             self.shared.state[i] |= KEPT_FLAG
         else:
@@ -97,7 +97,7 @@ class Arena:
             self.tidy(i)
 
     def forget(self) -> None:
-        """The cache keeps nothing any more; `tidy_all` when it has said anew what it keeps."""
+        """Mark nothing as kept. Call `tidy_all` after marking what the cache keeps now."""
         self.shared.state &= ~KEPT_FLAG & 0xFF
 
     def tidy_all(self) -> None:
@@ -105,13 +105,13 @@ class Arena:
             self.tidy(i)
 
     def tidy(self, i: int) -> None:
-        """Give its place back if nobody needs it; a broken one is asked for again."""
+        """Free the memory of a sample that nobody needs. A broken one is never kept, so that it is fetched again."""
         state = self.shared.state[i]
         if not self._pins[i] and (state & BROKEN or not state & KEPT_FLAG):
             self._drop(i)
 
     def squeeze(self, ids: Iterable[int], wanted: int | None = None) -> tuple[int | None, int]:
-        """Drop those of `ids` that no batch holds until there is a place for `wanted`: that, and how many went."""
+        """Drop samples that no batch holds until `wanted` fits; returns its offset, or None, and how many were dropped."""
         gone = 0
         for i in ids:
             if self.has(i) and self._pins[i] == self._along[i]:
@@ -124,7 +124,7 @@ class Arena:
         return None, gone
 
     def others(self, spared: set[int]) -> list[int]:
-        """What is here besides."""
+        """Samples in memory that are not in `spared`."""
         return [i for i in np.flatnonzero(self.shared.state & HERE).tolist() if i not in spared]
 
     def _drop(self, i: int) -> None:

@@ -18,7 +18,7 @@ from salience.feed.process import Job, Process
 from salience.feed.ranges import feeder_gap
 from salience.feed.reads import Broken, Counts
 from salience.feed.schedule import FeedWindow, Limits, in_order
-from salience.feed.shared import BROKEN, SERIAL_SHIFT, WHOLE, Shared, shared_bytes
+from salience.feed.shared import BROKEN, SERIAL_SHIFT, STORE_COUNTS, WHOLE, Shared, shared_bytes
 from salience.feed.simulate import rival_bytes
 from salience.feed.sizes import memory_bytes, size
 from salience.feed.source import Source
@@ -28,7 +28,7 @@ from salience.plan import Plan, Shard, Trace
 from salience.ranks import Ranks
 
 MIN_READ_AHEAD_BYTES = 64 * 1024 * 1024
-"""The feeder may read at least so far ahead, however small the batches are."""
+"""The feeder may always read at least this far ahead, however small the batches are."""
 
 
 class Handle:
@@ -98,7 +98,7 @@ class Feed:
             shared=self.shared, source=source, policy=policy, budget=self.budget, limits=limits, workers=workers,
             disk=disk, redis=redis,
         )  # fmt: skip
-        self._job.open_policy()  # a wrong name or size is said now
+        self._job.open_policy()  # report a wrong name or size now
         self.handle = Handle(self.shared, self._rank, source.sizes, views)
         self._owner = os.getpid()
         self._serial = 0
@@ -106,9 +106,9 @@ class Feed:
         """Windows that were planned since this cache was made."""
         self._done: set[int] = set()
         self._end = 1
-        """The ticket after the last of this window."""
+        """One more than the last ticket of this window."""
         self._known = np.zeros(len(source), dtype=np.float32)
-        self._before = Counts()
+        self._before: dict[str, int] = {}
         self._process: Process | None = None
         self._restored: Ids | None = None
         self.resident: Ids = np.empty(0, dtype=np.int64)
@@ -135,13 +135,13 @@ class Feed:
             [delivered] if self._ranks is None else [set(part) for part in self._ranks.node_gather(sorted(delivered))]
         )
         if self._ranks is not None:
-            self._ranks.barrier()  # everybody has read what is resident before it changes
+            self._ranks.barrier()  # let every rank read what is resident before it changes
             if not self._ranks.leads_node:
                 return
         if self._process is None or not self._process.alive:
             if self._process is not None:
                 self._process.end()
-                self.shared.failed[0] = 0  # said of the old one, perhaps after this window had begun
+                self.shared.failed[0] = 0  # reported by the old feeder, perhaps after this window had begun
             self.shared.state[:] = 0
             resident = self.resident
             self._process = Process(self._job)
@@ -167,7 +167,7 @@ class Feed:
         while done in self._done:
             self._done.discard(done)
             done += 1
-        fence()  # all has been read before its place is free
+        fence()  # finish reading before the memory is freed
         self.shared.done[self._rank] = done
         return [] if self._process is None else self._process.warnings()
 
@@ -191,7 +191,7 @@ class Feed:
         if self._restored is None:
             if self._settled():
                 return self.shared.kept
-            self._restored = np.flatnonzero(self.shared.kept)  # and from there it goes on
+            self._restored = np.flatnonzero(self.shared.kept)  # the next window starts from there
         kept = np.zeros(len(self.source), dtype=bool)
         kept[self._restored] = True
         return kept
@@ -222,13 +222,9 @@ class Feed:
     def take_counts(self) -> Counts:
         """Requests to the store since the last call."""
         now = self.counts()
-        names = ("bytes_used", "bytes_sent", "requests", "retried", "hedged")
-        counts = Counts(samples=now["fetched_samples"], **{name: now[name] for name in names})
-        new = Counts()
-        new.add(counts)
-        new.add(Counts(**{name: -getattr(self._before, name) for name in ("samples", *names)}))
-        self._before = counts
-        return new
+        counts = {"samples": now["fetched_samples"], **{name: now[name] for name in STORE_COUNTS}}
+        before, self._before = self._before, counts
+        return Counts(**{name: count - before.get(name, 0) for name, count in counts.items()})
 
     def _importance(self, plan: Plan) -> npt.NDArray[np.float32]:
         """Importance of every sample; for those the plan does not rank, what earlier plans said."""
@@ -256,7 +252,7 @@ def _check_tiers(disk: str | None, redis: str | None, source: Source) -> None:
 
 
 def _limits(source: Source, budget: int, batch_size: int, workers: int, ranks: int) -> tuple[Limits, int]:
-    """How far to read ahead, and the size of the memory: the cache, what is read ahead, and a sixteenth for odd pieces."""
+    """How far to read ahead, and the size of the memory: the cache, what is read ahead, and a sixteenth for fragmentation."""
     sizes = source.sizes
     mean = float(sizes.mean()) if len(sizes) else 0.0
     count = min(batch_size, len(sizes))
@@ -288,7 +284,7 @@ def _shared(ranks: Ranks | None, n: int, on_node: int, capacity: int) -> Shared:
 
 
 def cache_summary(counts: Mapping[str, int], budget: int) -> str:
-    """What a cache did, in words: what the store sent, and which samples that were, each against other caches."""
+    """What a cache did, in words: all bytes the store sent, and those of samples alone, compared with other caches."""
     rivals = ""
     if "lru_bytes" in counts:
         rivals = (

@@ -20,7 +20,7 @@ import numpy as np
 
 from salience.errors import StoreError
 from salience.feed.arena import Arena
-from salience.feed.fetcher import LAST_WRITES, Fetcher
+from salience.feed.fetcher import Fetcher
 from salience.feed.policy import Policy
 from salience.feed.reads import Broken, Reader
 from salience.feed.schedule import FeedWindow, Limits, Schedule, horizon
@@ -28,14 +28,12 @@ from salience.feed.shared import COUNTERS, Shared
 from salience.feed.tiers import Tier
 from salience.memory import fence
 
-__all__ = ["LAST_WRITES", "FeedWindow", "Feeder", "Limits"]
-
 POLL_SECONDS, IDLE_SECONDS = 0.002, 0.5
-"""Time between two looks at what the ranks are done with, and where there is nothing to do."""
+"""Seconds between two checks on the ranks, while there is work and while there is none."""
 STAGING_SECONDS = 0.01
-"""Time that batches are staged for before those that are ready are handed on."""
+"""Seconds spent staging before the batches that are ready are handed on."""
 GAUGES = ("horizon", "resident_bytes")
-"""Counters that say how things are, and do not add up."""
+"""Counters that hold a current value instead of a sum."""
 
 
 class Feeder:
@@ -57,7 +55,7 @@ class Feeder:
         )
         self.fetcher = Fetcher(reader, tiers, reader.index.size, self._arrived, self._lost)
         self._before = shared.counters.copy()
-        """What was counted when this feeder took the place of one that died."""
+        """Counters of the feeder that this one replaces, if that died."""
         self._before[[COUNTERS.index(name) for name in GAUGES]] = 0
         self._loop = reader.loop
         self._wake = asyncio.Event()
@@ -107,7 +105,7 @@ class Feeder:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), POLL_SECONDS if self.schedule.busy else IDLE_SECONDS)
         self.shared.fail(
-            "Reading was ended by a signal or by the first rank of this node; let that wait for the others."
+            "Reading was ended by a signal or by the first rank of this node; let that rank wait for the others."
         )
         await self.fetcher.close()
 
@@ -156,7 +154,7 @@ class Feeder:
             self.shared.fail(why, self.schedule.end)
 
     def _publish(self) -> None:
-        """Say what is counted, and then which batches are ready: who has a batch may look at the counters."""
+        """Publish the counters, and then which batches are ready: whoever has a batch may read the counters."""
         now = {**asdict(self.schedule.counts), **self.fetcher.counts(), "horizon": self._horizon}
         self.shared.counters[:] = self._before + np.array([now[name] for name in COUNTERS])
         fence()  # the bytes before the ticket

@@ -1,4 +1,4 @@
-"""Brings the bytes of samples: from the nearest tier that has them, else from the store, and hands them to nearer tiers."""
+"""Fetches samples from the nearest tier that has them, else from the store, and stores them in the nearer tiers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,15 @@ from salience.feed.reads import Broken, Reader
 from salience.feed.tiers import Tier
 
 MAX_WAITING_WRITES = 64 * 1024 * 1024
-"""Bytes that wait to be written to slower tiers; what comes while they wait is not written."""
+"""Most bytes that may wait to be written to tiers; samples that arrive beyond that are not written."""
 LAST_WRITES = 3.0
-"""Seconds for waiting writes when the run is over."""
+"""Seconds that waiting writes may take when the run is over."""
 MIN_ARRIVALS_FOR_BANDWIDTH = 8
 """Samples that must have arrived before a bandwidth is stated."""
 
 
 class Fetcher:
-    """Starts reads and reports each sample as it comes: `arrived(i, data)`, or `lost(ids, why)` when nobody can bring it."""
+    """Starts reads and reports each sample: `arrived(i, data)` as it comes, or `lost(ids, why)` if it cannot be fetched."""
 
     def __init__(
         self,
@@ -38,14 +39,14 @@ class Fetcher:
         self.reader, self.tiers, self._sizes, self._arrived, self._lost = reader, tiers, sizes, arrived, lost
         self._tier_counts = {f"{tier}_{what}": 0 for tier in ("disk", "redis") for what in ("hits", "bytes")}
         self._arrivals: deque[tuple[float, int]] = deque(maxlen=512)
-        """When the last samples came from the store, and their bytes."""
+        """Arrival time and bytes of the last samples from the store."""
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="salience-tiers") if tiers else None
         self._reads: set[asyncio.Task[None]] = set()
         self._writes: set[asyncio.Task[None]] = set()
         self._writing = 0
 
     def start(self, ids: list[int]) -> None:
-        """Fetch these, in the background."""
+        """Fetch these samples in the background."""
         if ids:
             _start(self._fetch(ids), self._reads)
 
@@ -59,12 +60,11 @@ class Fetcher:
 
     def counts(self) -> dict[str, int]:
         """What was asked of the store, and what the tiers had."""
-        store = self.reader.counts
-        names = ("bytes_used", "bytes_sent", "requests", "retried", "hedged")
-        return {"fetched_samples": store.samples, **{name: getattr(store, name) for name in names}, **self._tier_counts}
+        store = asdict(self.reader.counts)
+        return {"fetched_samples": store.pop("samples"), **store, **self._tier_counts}
 
     async def close(self) -> None:
-        """Break off reads; writes have a few seconds to end."""
+        """Cancel reads and give writes a few seconds to finish."""
         for task in self._reads:
             task.cancel()
         if self._writes:
@@ -101,7 +101,7 @@ class Fetcher:
             self._write(self.tiers, {i: data})
 
     def _write(self, tiers: Sequence[Tier], found: Mapping[int, bytes]) -> None:
-        """Hand samples to tiers, in threads; where those cannot keep up, they go without."""
+        """Write samples to tiers, in threads; skip them if the tiers cannot keep up."""
         size = sum(map(len, found.values()))
         if not tiers or not found or self._writing + size > MAX_WAITING_WRITES:
             return

@@ -19,9 +19,9 @@ TAR_END = bytes(2 * TAR_BLOCK_BYTES)
 """The end mark of a tar."""
 COMPRESSION_MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 MAX_NAME_BYTES = 1 << 20
-"""The longest name or pax header that is not taken for damage."""
+"""Longer names and pax headers are taken for damage."""
 MAX_DIGITS = 20
-"""The most digits of a number in a pax header that is not taken for damage."""
+"""Longer numbers in a pax header are taken for damage."""
 PAX_KEYS = (b"path", b"size", b"GNU.sparse.major")
 """The pax records that say where the bytes of a member lie, or that they lie in pieces."""
 
@@ -137,7 +137,7 @@ def compressed(where: str, how: str) -> DataError:
 
 
 def _damaged(where: str, at: int) -> DataError:
-    return DataError(f"{where} is damaged, or no tar: there is no header at byte {at:,}; make or copy it again.")
+    return DataError(f"{where} is damaged or not a tar: there is no header at byte {at:,}; make or copy it again.")
 
 
 def _cut_off(where: str, total: int) -> DataError:

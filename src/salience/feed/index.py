@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from salience.errors import DataError
+from salience.errors import DataError, MissingExtra
 from salience.files import read_npz, write_npz
 
 FORMAT = "salience-index-1"
@@ -24,10 +24,10 @@ COLUMN_TYPES = {
 }  # fmt: skip
 """The columns of an index in its file, each of one dimension."""
 MAX_BYTES = 1 << 60
-"""No shard, and no number of samples, has more bytes; so sums of two do not overflow."""
+"""Most bytes of a shard, and of all samples together, so that sums of two do not overflow."""
 AGAIN = "make it again with `salience pack --index-only`"
 TEST_SPLITS = ("test", "val", "valid", "validation")
-"""Directories beside `train` that hold what to test on, in the order in which they are looked for."""
+"""Directories beside `train` that hold the test split; the first one found is used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -151,12 +151,23 @@ class Index:
         inside = self.shard >= 0
         over = (self.offset + self.size)[inside] > self.shard_sizes[self.shard[inside]]
         if over.any():
-            raise DataError(f"{where}: {int(over.sum())} samples end behind their shard; it belongs to other shards.")
+            raise DataError(
+                f"{where}: {int(over.sum())} samples end after their shard does; the index belongs to other shards."
+            )
 
 
 def within(column: npt.NDArray[Any], least: int, most: int) -> bool:
     """True if all numbers of a column are from `least` to `most`."""
     return not len(column) or (int(column.min()) >= least and int(column.max()) <= most)
+
+
+def hasher() -> Any:
+    """The hash function xxh3_64, whose digest is the checksum in an index."""
+    try:
+        from xxhash import xxh3_64
+    except ImportError as cause:
+        raise MissingExtra.of("xxhash", "feed", "A checksum") from cause
+    return xxh3_64
 
 
 def check_path(path: str, where: str) -> str:

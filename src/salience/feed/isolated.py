@@ -1,7 +1,7 @@
 """Work in a forked process of its own.
 
-The threads of obstore do not survive a fork: a worker forked from a process that has used it would wait for ever. So a
-process that may fork loader workers lets another one ask the store.
+The threads of obstore do not survive a fork: a worker forked from a process that has used it would hang. A process that
+may fork loader workers therefore sends its requests through another one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ A = TypeVar("A")
 Q = TypeVar("Q")
 
 _user: int | None = None
-"""The process that first used obstore, as this process and those forked from it know it."""
+"""Id of the process that first used obstore; inherited by processes forked from it."""
 
 
 def needed() -> bool:
@@ -57,7 +57,9 @@ class Isolated(Generic[Q, A]):
             try:
                 self._child.send(question)
                 done, answer = self._child.receive()
-            except BaseException as error:  # also an interrupt: the next answer would be to this question
+            except (
+                BaseException
+            ) as error:  # also an interrupt, after which the next answer would belong to this question
                 self.close()
                 if isinstance(error, Lost):
                     raise StoreError("The process that reads from the store died; try again.") from None

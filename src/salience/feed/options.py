@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ class ReadingOptions:
 
     decode: Decode | None = None
     """Turns bytes into a sample; None delivers the bytes."""
-    cache: int | None = None
+    cache: int | str | None = None
     """Bytes of memory per node for samples that will be wanted again; None turns the cache off."""
     disk: str | None = None
     """A folder that keeps samples between memory and the store, as DIR or DIR:BYTES."""
@@ -35,7 +35,7 @@ class ReadingOptions:
     """Share of all samples that may be broken before the run stops."""
     views: bool = False
     """Hand `decode` a read-only view of the cache's memory instead of bytes."""
-    policy: str | OpenPolicy = "planned"
+    cache_policy: str | OpenPolicy = "planned"
     """Decides which samples the cache keeps: "planned", or a function that makes a `salience.feed.policy.Policy`."""
 
     @property
@@ -43,32 +43,23 @@ class ReadingOptions:
         """True if a feeder reads ahead: there is a cache, or a disk or Redis tier."""
         return self.cache is not None or self.disk is not None or self.redis is not None
 
+    def checked(self, sizes: npt.NDArray[np.int64]) -> ReadingOptions:
+        """These options for samples of these sizes, int64 [N], with `cache` in bytes; ConfigError if one is wrong."""
+        if self.decode is not None and not callable(self.decode):
+            raise ConfigError(f"decode is {self.decode!r}; it must be a function that turns bytes into a sample.")
+        if not 0 <= self.max_broken <= 1:
+            raise ConfigError(f"max_broken is {self.max_broken}; it must be a share from 0 to 1.")
+        if self.disk is not None:
+            parse_disk(self.disk)
+        if self.redis is not None:
+            check_redis_url(self.redis)
+        budget = None if self.cache is None else checked_budget(self.cache, sizes)
+        open_policy(self.cache_policy, budget or 0, sizes)
+        return replace(self, cache=budget)
 
-def reading_options(
-    sizes: npt.NDArray[np.int64],
-    *,
-    decode: Decode | None = None,
-    cache: int | str | None = None,
-    disk: str | None = None,
-    redis: str | None = None,
-    max_broken: float = 0.01,
-    views: bool = False,
-    policy: str | OpenPolicy = "planned",
-) -> ReadingOptions:
-    """The options as a user wrote them, checked for samples of these sizes, int64 [N]."""
-    if decode is not None and not callable(decode):
-        raise ConfigError(f"decode is {decode!r}; it must be a function that turns bytes into a sample.")
-    if not 0 <= max_broken <= 1:
-        raise ConfigError(f"max_broken is {max_broken}; it must be a share from 0 to 1.")
-    if disk is not None:
-        parse_disk(disk)
-    if redis is not None:
-        check_redis_url(redis)
-    budget = None if cache is None else checked_budget(cache, sizes)
-    open_policy(policy, budget or 0, sizes)
-    return ReadingOptions(
-        decode=decode, cache=budget, disk=disk, redis=redis, max_broken=max_broken, views=views, policy=policy
-    )
+
+READING_OPTIONS = tuple(one.name for one in fields(ReadingOptions))
+"""Names of the options of a source about how its samples are read."""
 
 
 def checked_budget(cache: int | str, sizes: npt.NDArray[np.int64]) -> int:

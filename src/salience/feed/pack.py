@@ -27,7 +27,7 @@ import numpy.typing as npt
 from salience.errors import ConfigError, DataError, StateError
 from salience.feed import index as indices
 from salience.feed.headers import TAR_BLOCK_BYTES, TAR_END, header, header_size, padded
-from salience.feed.index import Index, Names, check_path, classes_of
+from salience.feed.index import TEST_SPLITS, Index, Names, check_path, classes_of, hasher
 from salience.feed.tars import (
     CHUNK_BYTES,
     DEFAULT_JOBS,
@@ -35,7 +35,6 @@ from salience.feed.tars import (
     Count,
     Progress,
     each,
-    hasher,
     save,
     size_of,
     suffix_of,
@@ -199,7 +198,7 @@ def plan(folder: Path, settings: PackSettings) -> Packing:
     """Decide which sample goes into which shard."""
     if not folder.is_dir():
         raise DataError(f"There is no folder {folder}; check the path.")
-    split = [name for name in ("train", "test", "val", "valid", "validation") if (folder / name).is_dir()]
+    split = [name for name in ("train", *TEST_SPLITS) if (folder / name).is_dir()]
     if len(split) > 1 and split[0] == "train":
         raise DataError(
             f"{folder} has the splits {', '.join(split)}, which must not mix; pack each on its own: {folder}/train."
@@ -271,7 +270,7 @@ def write_shard(folder: Path, path: Path, shard: TarShard, count: Count) -> npt.
     """
     if (there := size_of(path)) is not None:
         if there != shard.size or size_of(_checks(path)) != 8 * len(shard.samples):
-            raise StateError(f"{path} is not the shard that pack wrote; remove it and give the same command again.")
+            raise StateError(f"{path} is not the shard that pack wrote; remove it and run the same command again.")
         count(shard.size)
         return np.fromfile(_checks(path), dtype=np.uint64)
     part, checks = path.with_suffix(".tar.part"), np.zeros(len(shard.samples), dtype=np.uint64)
@@ -285,7 +284,7 @@ def write_shard(folder: Path, path: Path, shard: TarShard, count: Count) -> npt.
                 beside.write(checks.tobytes())
     except OSError as cause:  # errors of reading are DataErrors by now
         raise DataError(
-            f"{part} cannot be written: {cause.strerror or cause}; make room, then give the same command again:"
+            f"{part} cannot be written: {cause.strerror or cause}; make room, then run the same command again:"
             " whole shards are kept."
         ) from cause
     return checks

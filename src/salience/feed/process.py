@@ -15,8 +15,10 @@ from typing import Any
 from salience.child import Child
 from salience.errors import SalienceError
 from salience.feed import isolated
-from salience.feed.feeder import LAST_WRITES, Feeder, FeedWindow, Limits
+from salience.feed.feeder import Feeder
+from salience.feed.fetcher import LAST_WRITES
 from salience.feed.policy import OpenPolicy, Policy, open_policy
+from salience.feed.schedule import FeedWindow, Limits
 from salience.feed.shared import Shared
 from salience.feed.source import Source
 from salience.feed.tiers import open_tiers
@@ -24,7 +26,7 @@ from salience.feed.tiers import open_tiers
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What a feeder is started with. It does not hold the Feed, which ends the feeder when nobody has it any more."""
+    """Arguments of a feeder. It must not hold the Feed, whose deletion ends the feeder."""
 
     shared: Shared
     source: Source
@@ -40,7 +42,7 @@ class Job:
 
 
 class Process:
-    """The feeder, in a process of its own (or in a thread, where a fork would not do)."""
+    """The feeder in a process of its own, or in a thread where this process must not fork."""
 
     def __init__(self, job: Job) -> None:
         self._child: Child | None = None
@@ -64,14 +66,14 @@ class Process:
         return self.close.alive and self._thread is not None and self._thread.is_alive()
 
     def end(self) -> None:
-        """Close, and wait until everybody has been told: the next feeder must not be taken for this one."""
+        """Close, and wait until its end has been reported, so that it is not mistaken for the end of the next feeder."""
         if self._child is None:
             self.close()
         else:
             self._child.end()
 
     def send(self, window: FeedWindow) -> None:
-        with contextlib.suppress(OSError):  # it died, which those who wait are told
+        with contextlib.suppress(OSError):  # it died, which the workers that wait are told
             self._here.send(window)
 
     def warnings(self) -> list[str]:
@@ -83,7 +85,7 @@ class Process:
 
 
 def _serve(inbox: Any, job: Job, parent: int | None = None) -> None:
-    """What the process does."""
+    """Run the feeder; the main function of its process."""
 
     def warn(text: str) -> None:
         with contextlib.suppress(OSError):
@@ -114,7 +116,7 @@ def _tell_of_death(shared: Shared) -> None:
 
 
 def _close(here: Any, owner: int) -> None:
-    """Of a thread, which ends when it is told to."""
+    """Tell the thread of a feeder to end."""
     if os.getpid() == owner:
         with contextlib.suppress(OSError):
             here.send(None)

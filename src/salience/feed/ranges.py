@@ -1,4 +1,4 @@
-"""Samples that one request can bring because their bytes lie beside each other in a shard."""
+"""Samples that one request can fetch because their bytes are adjacent in a shard."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TAR_GAP_BYTES = 2048
 
 
 def coalesce(starts: Sequence[int], stops: Sequence[int], *, gap: int, longest: int) -> list[slice]:
-    """Runs of ranges (sorted by start) that one request each can bring: holes <= gap, a run <= longest bytes."""
+    """Group ranges (sorted by start) into runs of one request each: holes <= gap, a run <= longest bytes."""
     runs: list[slice] = []
     first = 0
     for i in range(1, len(starts) + 1):
@@ -33,7 +33,7 @@ def feeder_gap(mean_size: float) -> int:
 
 
 class Neighbours:
-    """Samples that lie beside each other in a shard, so that one request brings several."""
+    """Finds samples that are adjacent in a shard, so that one request fetches several."""
 
     def __init__(self, index: Index, *, gap: int, most: int) -> None:
         """`gap` bytes may lie between two neighbours; a request brings at most `most` bytes."""

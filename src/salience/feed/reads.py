@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from salience.errors import MissingExtra, StoreError
+from salience.errors import StoreError
 from salience.feed import isolated
-from salience.feed.index import Index
+from salience.feed.index import Index, hasher
 from salience.feed.ranges import coalesce
 from salience.feed.retry import RetryPolicy, hedge_delay, may_hedge
 
@@ -124,7 +124,7 @@ class Reader:
         self.store, self.index, self.retry = store, index, retry or RetryPolicy()
         self.concurrency, self.gap, self.longest, self.threads = concurrency, gap, longest, threads
         self.counts = Counts()
-        self._checks = _checksum() if len(index) and bool(index.check.any()) else None
+        self._hash = hasher() if len(index) and bool(index.check.any()) else None
         self._live: dict[int, _Live] = {}  # by process
         self._apart: isolated.Isolated[Sequence[int], tuple[list[bytes | Broken], Counts]] | None = None
 
@@ -197,7 +197,7 @@ class Reader:
         return self._here.loop
 
     def latency(self) -> float:
-        """Seconds that an answer takes when it does not have to queue: the quickest tenth of the last requests."""
+        """Seconds that an answer takes without queueing: the quickest tenth of the last requests."""
         seconds = [taken for taken, _ in self._here.seconds]
         return statistics.quantiles(seconds, n=10)[0] if len(seconds) > 1 else 0.0
 
@@ -211,13 +211,13 @@ class Reader:
         process = os.getpid()
         if process not in self._live:
             self.counts = Counts()
-            self._live.setdefault(process, _Live(self.concurrency))  # of two threads, one is first
+            self._live.setdefault(process, _Live(self.concurrency))  # two threads may get here at once
         return self._live[process]
 
     async def _read(self, ids: list[int]) -> dict[int, bytes | Broken]:
         found: dict[int, bytes | Broken] = dict.fromkeys(ids, b"")
         spans = self._spans(ids)
-        if not self.store.far:  # one after the other, which never waits: tasks would cost more than the reads
+        if not self.store.far:  # one after the other: local reads never wait, and tasks would cost more
             for span in spans:
                 found.update(await self._read_span(span))
         else:
@@ -252,7 +252,7 @@ class Reader:
     async def _read_span(self, span: _Span) -> dict[int, bytes | Broken]:
         data = await self._fetch(span)
         found: dict[int, bytes | Broken] = {}
-        if isinstance(data, Broken):  # whose fault it is must not depend on which samples were read together
+        if isinstance(data, Broken):  # which samples are broken must not depend on which ones were read together
             for i in span.ids:
                 found.update({i: data} if len(span.ids) == 1 else await self._read_span(self._alone(span, i)))
             return found
@@ -276,7 +276,7 @@ class Reader:
 
     def _right(self, i: int, data: bytes) -> bool:
         check = int(self.index.check[i])
-        return not check or self._checks is None or self._checks(data) == check
+        return not check or self._hash is None or self._hash(data).intdigest() == check
 
     async def _fetch(self, span: _Span) -> bytes | Broken:
         """One answer, or what is wrong with the object; StoreError where the store does not answer by the deadline."""
@@ -341,11 +341,3 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 def _stop(loop: asyncio.AbstractEventLoop, process: int) -> None:
     if process == os.getpid() and not loop.is_closed():
         loop.call_soon_threadsafe(loop.stop)
-
-
-def _checksum() -> Callable[[bytes], int]:
-    try:
-        import xxhash
-    except ImportError:
-        raise MissingExtra.of("xxhash", "feed", "checking the bytes of an index with checksums") from None
-    return xxhash.xxh3_64_intdigest

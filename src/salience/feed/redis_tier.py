@@ -40,7 +40,7 @@ def check_redis_url(url: str) -> None:
     scheme, mark, _ = url.partition("://")
     if not mark or scheme not in SCHEMES:
         known = did_you_mean(scheme, SCHEMES) if mark else ""
-        raise ConfigError(f"redis is no URL of a Redis server; {_EXAMPLE}.{known}")
+        raise ConfigError(f"redis is not the URL of a Redis server; {_EXAMPLE}.{known}")
 
 
 def parts(sizes: Sequence[int], *, most: int = REQUEST_BYTES, keys: int = REQUEST_KEYS) -> list[slice]:

@@ -1,4 +1,4 @@
-"""What to read next: the plan of a window, a cache policy and the room in memory decide; no bytes move here.
+"""Decides what to read next from the plan of a window, a cache policy and the room in memory. It moves no bytes.
 
 The schedule follows the plan, not the clock. Which samples stay is decided in the plan's order, so that the same plans keep the
 same samples however fast the store is. A batch is *staged* when each of its samples has a place in memory; it is *ready*
@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from salience.errors import StoreError
+from salience.feed.arena import Arena
 from salience.feed.index import Index
 from salience.feed.policy import Ids, Policy
 from salience.feed.ranges import Neighbours
@@ -58,28 +58,6 @@ class Limits:
     """Bytes of one such request: a batch waits for what is read along with it."""
 
 
-class Room(Protocol):
-    """Memory for samples; `salience.feed.arena.Arena` is the real one."""
-
-    along_bytes: int
-
-    @property
-    def size(self) -> int: ...
-    def has(self, i: int) -> bool: ...
-    def take(self, i: int) -> int | None: ...
-    def give(self, i: int, place: int | None = None) -> None: ...
-    def pin(self, i: int) -> None: ...
-    def unpin(self, i: int) -> None: ...
-    def keep(self, i: int, on: bool) -> None: ...
-    def forget(self) -> None: ...
-    def tidy_all(self) -> None: ...
-    def read_along(self, i: int, place: int) -> None: ...
-    def leave(self, i: int) -> None: ...
-    def leave_all(self) -> None: ...
-    def squeeze(self, ids: Iterable[int], wanted: int | None = None) -> tuple[int | None, int]: ...
-    def others(self, spared: set[int]) -> list[int]: ...
-
-
 @dataclass(slots=True)
 class ScheduleCounts:
     """What the plan asked for and what the cache had of it."""
@@ -94,7 +72,7 @@ class ScheduleCounts:
     bound_bytes: int = 0
     """Bytes that any cache of this size would have had to fetch."""
     resident_bytes: int = 0
-    """Bytes the cache means to keep now."""
+    """Bytes of the samples that the cache keeps now."""
     squeezed: int = 0
     """Samples dropped because the memory was in pieces."""
 
@@ -106,7 +84,7 @@ class Staged:
     places: dict[int, int]
     """Sample -> its place in memory."""
     along: list[int]
-    """Neighbours that are read along; they have their places."""
+    """Neighbours to read along; their memory is reserved."""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,7 +94,7 @@ class _Batch:
     """-1 if it was delivered before the run was interrupted."""
     ids: list[int]
     owed: int = 0
-    """Bytes read for it that are in memory only because of it."""
+    """Bytes that were read for this batch."""
     missing: set[int] = field(default_factory=set)
 
 
@@ -137,7 +115,7 @@ class Schedule:
         self,
         index: Index,
         open_policy: Callable[[], Policy],
-        room: Room,
+        room: Arena,
         limits: Limits,
         *,
         budget: int,
@@ -174,7 +152,7 @@ class Schedule:
         return bool(self._todo) or any(self._staged)
 
     def leave(self, serial: int) -> None:
-        """The window before `serial` is over, also where it was broken off: unpin what it held."""
+        """End the window before `serial`, finished or not, and unpin what it held."""
         self._serial, self._again = serial, 0
         self._todo.clear()
         for batches, unsaid in zip(self._staged, self._unsaid, strict=True):
@@ -184,11 +162,11 @@ class Schedule:
             unsaid.clear()
         self.room.leave_all()
         self._waiting = {i: [] for i in self._waiting}
-        self._seen[[*self._waiting]] = serial  # no cache has to fetch those twice
+        self._seen[[*self._waiting]] = serial  # samples under way count as seen: no cache fetches them twice
         self._wanted[:] = False
 
     def restore(self, resident: Ids) -> None:
-        """Keep what the cache of the resumed run kept: what it means to keep, not the bytes."""
+        """Keep the samples that the cache kept in the run that is resumed; their bytes are fetched when they are wanted."""
         self.policy = self._open_policy()
         self.room.forget()
         self.counts.resident_bytes = 0
@@ -197,12 +175,12 @@ class Schedule:
         self.room.tidy_all()
 
     def rank(self, window: FeedWindow) -> None:
-        """Tell the policy; this may take a while and may run in a thread while samples of the last window arrive."""
+        """Tell the policy about a window. This may take long, and may run in a thread while earlier samples arrive."""
         planned = [ids for batches in window.batches for ids in batches]
         self.policy.window(window.importance, np.concatenate(planned) if planned else np.empty(0, dtype=np.int64))
 
     def enter(self, window: FeedWindow) -> None:
-        """Line up the batches of a window, those of the ranks in turn."""
+        """Queue the batches of a window, those of the ranks in turn."""
         tickets = list(window.first)
         for number, turn in enumerate(zip_longest(*window.batches)):
             for rank, ids in enumerate(turn):
@@ -219,7 +197,7 @@ class Schedule:
         """Stage the next batch and say what to read for it; None if there is none, or if it has to wait.
 
         It waits while more than `ahead` bytes are read ahead, unless a rank waits for a ticket (`asked`, int64 [ranks]) that
-        is not staged; and while there is no room. StoreError where there will never be.
+        is not staged; and while there is no room. Raises StoreError if there can never be room for it.
         """
         if not self._todo:
             return None
@@ -239,10 +217,10 @@ class Schedule:
         return Staged(places, self._stage(batch, places))
 
     def _stage(self, batch: _Batch, places: dict[int, int]) -> list[int]:
-        """Pin what is here and wait for what is not; the neighbours to read along."""
+        """Pin the samples of a batch and note which are missing; returns the neighbours to read along."""
         for i in places:
             self._waiting[i] = []
-        for i in batch.ids:  # all of them before one has its turn, which may put another out of the cache
+        for i in batch.ids:  # all of them first, since a visit may evict another one
             self.room.pin(i)
             self._wanted[i] = False
             if i in self._waiting:
@@ -261,7 +239,7 @@ class Schedule:
         return self._read_along([*places])
 
     def _visit(self, i: int, here: bool) -> None:
-        """Sample i has its turn, and the cache decides about it."""
+        """Count a visit to sample i and let the policy decide about it."""
         size = int(self._sizes[i])
         self.counts.samples += 1
         self.counts.bytes += size
@@ -282,7 +260,7 @@ class Schedule:
             self.counts.resident_bytes -= int(self._sizes[old])
 
     def _count_bound(self, ids: list[int]) -> None:
-        """Any cache has to fetch what was never seen, and of what was seen whatever is more than it can hold."""
+        """Count what any cache has to fetch: samples never seen before, and of the others what exceeds its budget."""
         visited = np.unique(np.asarray(ids, dtype=np.int64))
         visited = visited[self._seen[visited] != self._serial]
         old = self._seen[visited] > 0
@@ -292,10 +270,10 @@ class Schedule:
         self._seen[visited] = self._serial
 
     def _make_room(self, batch: _Batch) -> dict[int, int] | None:
-        """A place for each of its samples that is not here, or None: then another batch has to be done with first.
+        """Reserve memory for each of its samples that is not here; None if an earlier batch must be done with first.
 
-        Where none is under way and the memory is in pieces, samples that no batch holds are dropped; at last even those that
-        this batch wants.
+        If none is in progress and the memory is fragmented, samples that no batch holds are dropped, in the end even those
+        that this batch wants.
         """
         for spared in ({*batch.ids}, set[int]()):
             if not spared:
@@ -323,7 +301,7 @@ class Schedule:
         )
 
     def _room_will_come(self) -> bool:
-        """True if batches before this one are not done, or samples that nobody waits for are under way."""
+        """True if memory will be freed: earlier batches are not done, or samples that nobody waits for are under way."""
         return any(self._staged) or any(not waiting for waiting in self._waiting.values())
 
     def _read_along(self, ids: list[int]) -> list[int]:
@@ -342,18 +320,18 @@ class Schedule:
         return along
 
     def _not_here(self, i: int) -> bool:
-        """True if it is wanted later, and neither here nor under way."""
+        """True if sample i is wanted later and is neither in memory nor under way."""
         return bool(self._wanted[i]) and i not in self._waiting and not self.room.has(i)
 
     def arrived(self, i: int) -> bool:
-        """The bytes of sample i came; False if nobody asked for them."""
+        """Note that sample i has arrived; False if it was not under way."""
         waiting = self._waiting.pop(i, None)
         for batch in waiting or ():
             batch.missing.discard(i)
         return waiting is not None
 
     def lost(self, ids: Iterable[int]) -> bool:
-        """Nobody is going to bring these any more; True if a batch waits for one of them."""
+        """Give up samples that could not be fetched; True if a batch waits for one of them."""
         waited_for = False
         for i in ids:
             waiting = self._waiting.pop(i, None)

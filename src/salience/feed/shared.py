@@ -1,4 +1,4 @@
-"""What the processes of a node share: counters, where each sample lies, and the bytes themselves.
+"""What the processes of a node share: counters, the position of each sample, and the bytes themselves.
 
 One piece of shared memory (`salience.memory`) holds it all.
 """
@@ -15,16 +15,18 @@ import numpy.typing as npt
 from salience.memory import Memory, fence
 
 ABSENT, WHOLE, BROKEN = 0, 1, 2
-"""States of a sample: not here, its bytes are here, here is only what is wrong with it."""
+"""States of a sample: not in memory, its bytes are, or the reason why it is broken is."""
 KEPT_FLAG = 4
-"""Flag beside the state: the cache is going to keep the sample."""
+"""Flag beside the state: the cache keeps the sample."""
 
+STORE_COUNTS = ("bytes_used", "bytes_sent", "requests", "retried", "hedged")
+"""Counters of what was asked of the store, as in `salience.feed.reads.Counts`."""
 COUNTERS = (
     "samples", "bytes",  # delivered by the plan
     "hits", "hit_bytes",  # of them, resident when their turn came
     "plain_bytes",  # what the store would have sent without a cache
     "bound_bytes",  # what any cache of this size would have had to fetch
-    "fetched_samples", "bytes_used", "bytes_sent", "requests", "retried", "hedged",  # what was asked of the store
+    "fetched_samples", *STORE_COUNTS,
     "disk_hits", "disk_bytes", "redis_hits", "redis_bytes",
     "horizon", "resident_bytes", "squeezed",  # bytes read ahead at most, bytes kept, samples dropped for want of room
 )  # fmt: skip
@@ -36,7 +38,7 @@ SERIAL_SHIFT = 32
 
 @dataclass(frozen=True, slots=True)
 class SharedToken:
-    """What makes a `Shared` of a piece of memory."""
+    """What another process needs to open a `Shared`."""
 
     memory: Memory
     n: int
@@ -67,28 +69,28 @@ class Shared:
 
         self.counters: npt.NDArray[np.int64] = part(np.int64, len(COUNTERS))
         self.first: npt.NDArray[np.int64] = part(np.int64, ranks)
-        """Of each rank, the ticket of the first batch of its window: older ones are for nobody."""
+        """Per rank, the ticket of the first batch of its window; older tickets are void."""
         self.staged: npt.NDArray[np.int64] = part(np.int64, ranks)
-        """Tickets below this have their bytes here, until..."""
+        """Per rank, batches with tickets below this have all their bytes in memory."""
         self.done: npt.NDArray[np.int64] = part(np.int64, ranks)
-        """...the rank sets this above them."""
+        """Per rank, set by the rank: it no longer needs the bytes of batches with tickets below this."""
         self.asked: npt.NDArray[np.int64] = part(np.int64, ranks)
-        """Of each rank, a ticket that somebody waits for."""
+        """Per rank, a ticket that a worker waits for."""
         self.settled: npt.NDArray[np.int64] = part(np.int64, 1)
-        """Serial number of the last window for which the cache has decided everything that it keeps."""
+        """Serial number of the last window for which the cache has decided what it keeps."""
         self.failed: npt.NDArray[np.int64] = part(np.int64, 2)
-        """Tickets below the first number that are not staged will never be; the second is the length of the message."""
+        """Two numbers: tickets below the first that are not staged yet have failed; the length of the message."""
         self.offset: npt.NDArray[np.int64] = part(np.int64, n)
         self.message: npt.NDArray[np.uint8] = part(np.uint8, MAX_ERROR_BYTES)
         self.state: npt.NDArray[np.uint8] = part(np.uint8, n)
         self.data = memoryview(memory.buffer)[_front(n, ranks) : _front(n, ranks) + token.capacity]
 
     def fail(self, text: str, before: int | None = None) -> None:
-        """Tell those who wait for a ticket `before` this one, or of a window that has begun, that it will not come."""
+        """Fail all tickets below `before` that are not staged; None = those of every window that has begun."""
         words = text.encode()[:MAX_ERROR_BYTES]
         self.message[: len(words)] = np.frombuffer(words, dtype=np.uint8)
         self.failed[1] = len(words)
-        fence()  # the words before the number that says they are there
+        fence()  # the message before the number that announces it
         self.failed[0] = int(self.first.max()) + (1 << SERIAL_SHIFT) if before is None else before
 
     @property
@@ -101,8 +103,8 @@ class Shared:
 
     @property
     def kept(self) -> npt.NDArray[np.bool_]:
-        """Which samples the cache holds, as far as the plan was worked off; bool [n]."""
-        fence()  # behind the number that says how far
+        """Samples that the cache keeps, as of the last batch that was staged, bool [n]."""
+        fence()  # read after `settled`
         return (self.state & KEPT_FLAG) > 0
 
 
@@ -112,6 +114,6 @@ def shared_bytes(n: int, ranks: int, capacity: int) -> int:
 
 
 def _front(n: int, ranks: int) -> int:
-    """Bytes before the samples', in whole pages."""
+    """Bytes in front of the samples, in whole pages."""
     size = 8 * (len(COUNTERS) + 4 * ranks + 3 + n) + MAX_ERROR_BYTES + n
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,4 +1,4 @@
-"""What a store would have sent with another cache: plans are replayed through it, and no bytes move."""
+"""Simulates what a store would have sent with another cache, by replaying plans; no bytes move."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from salience.feed.policy import Floats, Ids, Policy, Sizes
 
 
 class Lru:
-    """`lru`: the least recently used goes first. Useless over epochs: what comes next is what was used longest ago."""
+    """`lru`: evicts the least recently used. Useless over epochs, in which the next sample is the one used longest ago."""
 
     def __init__(self, budget: int, sizes: Sizes) -> None:
         self.used, self._budget, self._sizes = 0, budget, sizes
@@ -41,7 +41,7 @@ class Lru:
 
 
 class NeverEvict:
-    """`never_evict`: what came first stays. Where each sample comes once per epoch, no policy has more hits."""
+    """`never_evict`: keeps what came first. If each sample comes once per epoch, no policy has more hits."""
 
     def __init__(self, budget: int, sizes: Sizes) -> None:
         self.used, self._budget, self._sizes = 0, budget, sizes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,28 +13,12 @@ import numpy.typing as npt
 
 from salience.errors import ConfigError, DataError
 from salience.feed.index import FILE, Index, Names, check_path, classes_of
-from salience.feed.options import Decode, ReadingOptions, reading_options
+from salience.feed.options import Decode, ReadingOptions
 from salience.feed.policy import OpenPolicy
 from salience.feed.reads import Broken, Counts, Reader
 from salience.feed.retry import RetryPolicy
 from salience.feed.stores import LocalStore, Store, open_store
 from salience.feed.tars import index_tars
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Layout:
-    """Where the bytes of samples lie, for plans that read neighbours together."""
-
-    shard: npt.NDArray[np.int32]
-    """int32 [N]; -1 where the sample is an object of its own."""
-    offset: npt.NDArray[np.int64]
-    """First byte of each sample in its shard, int64 [N]."""
-    size: npt.NDArray[np.int64]
-    """Bytes of each sample, int64 [N]."""
-
-
-READING_OPTIONS = ("decode", "cache", "disk", "redis", "max_broken", "views", "cache_policy")
-"""Options of a source about how its samples are read."""
 
 
 class Source:
@@ -79,10 +63,10 @@ class Source:
         store, only = _opened(os.fspath(url), retry)
         self.url = store.url if only is None else f"{store.url}/{only}"
         self.index = _find_index(store, only, index)
-        self.reading: ReadingOptions = reading_options(
-            self.sizes, decode=decode, cache=cache, disk=disk, redis=redis, max_broken=max_broken, views=views,
-            policy=cache_policy,
-        )  # fmt: skip
+        self.reading = ReadingOptions(
+            decode=decode, cache=cache, disk=disk, redis=redis, max_broken=max_broken, views=views,
+            cache_policy=cache_policy,
+        ).checked(self.sizes)  # fmt: skip
         """How its samples are decoded, cached and counted as broken."""
         _check_unchanged(store, self.index)
         self.stats = Counts()
@@ -92,9 +76,8 @@ class Source:
 
     def using(self, **options: Any) -> Source:
         """The same samples, with other `decode`, `cache`, `disk`, `redis`, `max_broken`, `views` or `cache_policy`."""
-        other, policy = copy.copy(self), options.pop("cache_policy", self.reading.policy)
-        kept = {name: getattr(self.reading, name) for name in READING_OPTIONS if name != "cache_policy"}
-        other.reading = reading_options(self.sizes, **{**kept, **options, "policy": policy})
+        other = copy.copy(self)
+        other.reading = replace(self.reading, **options).checked(self.sizes)
         return other
 
     def __len__(self) -> int:
@@ -122,11 +105,6 @@ class Source:
     def sizes(self) -> npt.NDArray[np.int64]:
         """Bytes of each sample, int64 [N]."""
         return self.index.size
-
-    @property
-    def layout(self) -> Layout:
-        """Shard, offset and size of every sample."""
-        return Layout(shard=self.index.shard, offset=self.index.offset, size=self.index.size)
 
     def read(self, ids: Sequence[int]) -> list[bytes | Broken]:
         """The bytes of each sample, or a Broken that says what is wrong with it."""

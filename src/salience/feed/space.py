@@ -1,15 +1,15 @@
-"""Which bytes of an arena are free: best fit, neighbours joined when they are given back."""
+"""Allocator of byte ranges: best fit; adjacent free blocks are merged."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 
 SLOT_GRAIN_BYTES = 64
-"""Bytes that slots are multiples of."""
+"""Sizes of blocks are multiples of this."""
 
 
 class Space:
-    """`take(size)` gives an offset, `give(offset, size)` takes it back; both O(log n) but for the move of a list."""
+    """`take(size)` allocates, `give(offset, size)` frees; both O(log n), except for moving the elements of a list."""
 
     def __init__(self, size: int) -> None:
         self.size = self.free = size // SLOT_GRAIN_BYTES * SLOT_GRAIN_BYTES
@@ -22,7 +22,7 @@ class Space:
             self._add(0, self.free)
 
     def take(self, size: int) -> int | None:
-        """Offset of `size` bytes, or None where no free block is as large."""
+        """Offset of `size` bytes; None if no free block is large enough."""
         size = slot(size)
         k = bisect_left(self._by_size, (size, -1))
         if k == len(self._by_size):
@@ -58,5 +58,5 @@ class Space:
 
 
 def slot(size: int) -> int:
-    """Bytes a sample of `size` takes."""
+    """Bytes allocated for a sample of `size` bytes."""
     return max(SLOT_GRAIN_BYTES, -(-size // SLOT_GRAIN_BYTES) * SLOT_GRAIN_BYTES)

@@ -119,7 +119,7 @@ class LocalStore:
             ]  # loops
             for file in files:
                 if not (here / file).exists():
-                    raise DataError(f"{here / file} is a link that leads nowhere; remove or mend it.")
+                    raise DataError(f"{here / file} is a link that leads nowhere; repair or remove it.")
                 found.append(((below / file).as_posix(), (here / file).stat().st_size))
         return sorted(found)
 

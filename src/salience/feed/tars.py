@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from salience.errors import ConfigError, DataError, MissingExtra
+from salience.errors import ConfigError, DataError
 from salience.feed import index as indices
 from salience.feed.headers import TAR_BLOCK_BYTES, Member, compressed, members
-from salience.feed.index import Index, Names, classes_of
+from salience.feed.index import Index, Names, classes_of, hasher
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".ppm", ".tif", ".tiff")
 SIDECAR_SUFFIXES = (".txt", ".json")
@@ -254,15 +254,6 @@ def save(index: Index, folder: Path) -> None:
         ) from cause
 
 
-def hasher() -> Any:
-    """The hash function xxh3_64, whose digest is the checksum in an index."""
-    try:
-        from xxhash import xxh3_64
-    except ImportError as cause:
-        raise MissingExtra.of("xxhash", "feed", "A checksum") from cause
-    return xxh3_64
-
-
 def suffix_of(path: str) -> str:
     """The last suffix with its dot; empty if there is none."""
     suffix = os.path.splitext(path)[1]
@@ -276,5 +267,5 @@ def size_of(path: Path) -> int | None:
 
 def unreadable(path: Path, cause: OSError) -> DataError:
     return DataError(
-        f"{path} cannot be read: {cause.strerror or cause}; mend or remove it, then give the same command again."
+        f"{path} cannot be read: {cause.strerror or cause}; repair or remove it, then run the same command again."
     )

@@ -63,9 +63,10 @@ class Feeding(Part):
             self.feed.close()
         self.feed = dataset.handle = None
         if cache is not None:
+            reading = self._reading
             self.feed = Feed(
                 dataset.source, cache=cache, batch_size=self._setup.rank_batch, ranks=self._setup.ranks, workers=workers,
-                policy=self._reading.policy, disk=self._reading.disk, redis=self._reading.redis, views=self._reading.views,
+                policy=reading.cache_policy, disk=reading.disk, redis=reading.redis, views=reading.views,
             )  # fmt: skip
             dataset.handle = self.feed.handle
 
@@ -94,10 +95,10 @@ class Feeding(Part):
         """Where the bytes of the samples are, the same on every rank; None where that is not known."""
         if self.feed is None or self.source is None:
             return None
-        resident, layout = self.feed.kept, self.source.layout
+        resident, index = self.feed.kept, self.source.index
         if self._setup.ranks is not None:  # every node has a cache of its own; plans go by that of the first
             self._setup.ranks.broadcast_array(resident)
-        return Stock(resident=resident, shard=layout.shard, offset=layout.offset)
+        return Stock(resident=resident, shard=index.shard, offset=index.offset)
 
     def add_counts(self, counts: Mapping[str, int]) -> None:
         """Count what was asked of the Source."""
@@ -174,7 +175,7 @@ class Feeding(Part):
         if count > self._reading.max_broken * self._setup.n:
             raise DataError(
                 f"{count} of {self._setup.n} samples are broken, more than max_broken = {self._reading.max_broken:g}:"
-                f"{self._broken_lines(3)}\nMend or remove them, or raise max_broken."
+                f"{self._broken_lines(3)}\nRepair or remove them, or raise max_broken."
             )
 
     def _broken_lines(self, shown: int) -> str:

@@ -1,4 +1,4 @@
-"""What a worker does: read, run the stages, time them, and store or reuse intermediates as the plan says."""
+"""The worker's side: reads samples, runs and times the stages, and stores or reuses intermediates as planned."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Treatment(NamedTuple):
     seed_reads: bool = False
     """True if the data set itself draws random numbers."""
     unread: bool = False
-    """True if a cache has left out the bytes of what is reused."""
+    """True if the cache did not read the samples whose intermediate is reused."""
 
     @classmethod
     def fresh(cls, count: int, window: int = 0) -> Treatment:
@@ -89,7 +89,7 @@ class Treated(list[Any]):
 
 
 class StagedDataset(Dataset[Any]):
-    """The data set with stages behind it, asked for a whole order at once. It holds nothing that changes with the window."""
+    """The data set followed by its stages, asked for a whole order at once. It holds nothing that changes with the window."""
 
     def __init__(
         self, dataset: Any, stages: Sequence[Stage], *, seed: int, strength: bool = False, slots: Slots | None = None
@@ -193,9 +193,9 @@ class StagedDataset(Dataset[Any]):
             begin = perf_counter()
             try:
                 value = self._run[k](value, strength, seed)
-            except SalienceError:  # a missing package, say
+            except SalienceError:  # a missing package, for example
                 raise
-            except Exception as error:  # a stage fed with rubbish may raise anything
+            except Exception as error:  # a stage may raise anything when it is fed garbage
                 return Broken(f"stage {self._run[k].label!r} failed on it ({type(error).__name__}: {str(error)[:200]})")
             if times is not None:
                 times.add(k + 1, perf_counter() - begin)

@@ -1,4 +1,4 @@
-"""Echo: several views of one sample that was read, in different batches. As many visits as planned, fewer samples read."""
+"""Echo: several views, in different batches, of each sample that is read. As many visits as planned, fewer reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rehearsal: a few samples before the run, to see what stages cost, how large intermediates are, and which parts draw."""
+"""A rehearsal on a few samples before the run: what stages cost, how large intermediates are, which stages are random."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Rehearsal(NamedTuple):
 
 
 def rehearsed(staged: StagedDataset, workers: int, options: dict[str, Any]) -> Rehearsal:
-    """Rehearse, in a worker if there are any: what a data set opens when it is first read must not be opened before a fork."""
+    """Rehearse, in a worker if there are any: a data set may open files at its first read, which must not precede a fork."""
     ids = np.linspace(0, len(staged) - 1, min(SAMPLES_TRIED, len(staged))).astype(np.int64)
     taken = {
         name: options[name] for name in ("multiprocessing_context", "worker_init_fn", "timeout") if name in options

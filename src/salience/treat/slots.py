@@ -28,7 +28,7 @@ ALIGNMENT_BYTES = 64
 
 
 class Slots:
-    """`put` and `get` of intermediates; slot k of `size` bytes stands at k * size, a multiple of 8."""
+    """`put` and `get` of intermediates; slot k of `size` bytes begins at k * size, a multiple of 8."""
 
     def __init__(self, memory: Memory) -> None:
         self.__setstate__(memory)
@@ -89,7 +89,7 @@ class Slots:
 
 
 def _laid_out(lengths: list[int]) -> tuple[list[int], int]:
-    """Where pieces of these lengths stand after the table of them, and the bytes of it all."""
+    """Offsets of pieces of these lengths after the table of lengths, and the total number of bytes."""
     starts: list[int] = []
     at = 8 * (len(lengths) + 1)
     for length in lengths:
@@ -105,7 +105,7 @@ def slots_of(ranks: Ranks | None, capacity: int) -> Slots:
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors as arrays: many times faster than torch's own way. Pixels of PIL images beside the pickle: two copies less."""
+    """Pickles tensors as arrays, many times faster than torch does, and pixels of PIL images out of band: two copies less."""
 
     def reducer_override(self, obj: Any) -> Any:
         if (
@@ -138,7 +138,7 @@ def _image(mode: str, size: tuple[int, int], info: Any, pixels: Any) -> Any:
 
 
 def taken_apart(value: Any) -> tuple[bytes, list[npt.NDArray[np.uint8]]]:
-    """An object as bytes and the contents of its arrays, which are not copied."""
+    """Split an object into pickled bytes and the contents of its arrays, which are not copied."""
     buffers: list[pickle.PickleBuffer] = []
     out = io.BytesIO()
     _Pickler(out, protocol=5, buffer_callback=buffers.append).dump(value)

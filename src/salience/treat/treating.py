@@ -1,4 +1,4 @@
-"""The part of Treat in the training process: choose the split, set levels at a window's start, count, and report."""
+"""The training process's side of Treat: chooses the split, sets levels when a window begins, counts, and reports."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Treating:
                 if self._ranks is None:
                     raise
                 trouble = error
-        if self._ranks is not None:  # everybody goes by what rank 0 saw
+        if self._ranks is not None:  # all ranks use the rehearsal of rank 0
             self._ranks.agree(trouble, DataError("The stages failed in the rehearsal on rank 0; its message says how."))
             numbers = np.array(self._ranks.broadcast([*found.seconds, *found.sizes, *found.keeping, *found.random]))
             seconds, sizes, keeping, random = np.split(numbers, [count + 1, 2 * count + 1, 3 * count + 1])
