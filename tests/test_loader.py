@@ -315,7 +315,7 @@ def test_losses_that_do_not_fit_the_batch_are_refused(problem):
     with pytest.raises(LossError, match="30 targets"):
         loader.loss(torch.ones(32), None, y[:30])
     with pytest.raises(LossError, match=r"must be \[32, classes\]"):
-        loader.loss(torch.ones(32), torch.ones(32), y)
+        loader.loss(torch.ones(32), torch.ones(32, 2, 2), y)
     with pytest.raises(LossError, match="not a batch that was delivered"):
         loader.loss(torch.ones(2), ids=torch.tensor([0, 1]))
 
@@ -344,7 +344,9 @@ def test_losses_that_are_not_finite_are_reported(problem):
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"shuffle": False}, "plan sets the order"),
+        ({"shuffle": False, "select": "default", "epochs": 3}, "leave one out"),
+        ({"with_ids": True, "ids_key": "_ids"}, "choose one"),
+        ({"generator": "globl"}, "must be a torch.Generator"),
         ({"sampler": [1]}, "use select="),
         ({"batch_sampler": [[1]]}, "use batch_size= and select="),
         ({"num_worker": 1}, "Did you mean 'num_workers'"),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from salience._version import __version__
 
 if TYPE_CHECKING:
+    from salience.batches import Collated
     from salience.config import SelectConfig, Use
     from salience.errors import (
         BrokenSample,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BrokenSample",
+    "Collated",
     "ConfigError",
     "DataError",
     "Ledger",
@@ -59,6 +61,7 @@ __all__ = [
 
 _HOMES = {
     "BrokenSample": "salience.errors",
+    "Collated": "salience.batches",
     "ConfigError": "salience.errors",
     "DataError": "salience.errors",
     "Ledger": "salience.ledger",

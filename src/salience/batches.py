@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, get_worker_info
 
+from salience.errors import DataError
+from salience.feed.dataset import Samples, SourceDataset
 from salience.treat.dataset import StagedDataset, Treatment
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
 class Order(NamedTuple):
@@ -35,7 +39,7 @@ class Fetched(NamedTuple):
     prints: npt.NDArray[np.int64] | None
     """Fingerprints of the samples' bytes; None if the data set has none."""
     work: dict[str, float]
-    """Seconds of the worker by stage: those that the data set reports (`samples.seconds`), and "load" for the rest."""
+    """Seconds of the worker by stage: those that a Source reports, and "load" for the rest."""
 
 
 class BatchEnvelope(NamedTuple):
@@ -49,6 +53,19 @@ class BatchEnvelope(NamedTuple):
     ticket: int
     work: dict[str, float]
     """Seconds of the worker, by stage."""
+
+
+class Collated(NamedTuple):
+    """What a collate function returns if it drops, repeats or reorders samples: the batch, and which sample each row is.
+
+    def collate(samples):
+        keep = [k for k, sample in enumerate(samples) if sample is not None]
+        return salience.Collated(default_collate([samples[k] for k in keep]), keep)
+    """
+
+    batch: Any
+    positions: Sequence[int] | npt.NDArray[Any] | Tensor
+    """For each row of the batch, the position of its sample in the list that the collate function was given."""
 
 
 class Orders:
@@ -76,27 +93,26 @@ class WorkerInit:
     """Runs in each worker before its first batch: `get_worker_info().dataset` is the user's, then the user's own function."""
 
     def __init__(self, dataset: Any, then: Callable[[int], Any] | None) -> None:
-        self._dataset, self._then = dataset, then
+        self._dataset, self.then = dataset, then
 
     def __call__(self, worker: int) -> None:
         info = get_worker_info()
         if info is not None:  # frozen, and would name the wrapper inside
             object.__setattr__(info, "dataset", self._dataset)
-        if self._then is not None:
-            self._then(worker)
+        if self.then is not None:
+            self.then(worker)
 
 
 class EnvelopeDataset(Dataset[Any]):
     """The user's data set, asked for a whole Order at once.
 
-    A data set with `takes_orders` is given the order itself (`take(order)`). One with a method `fingerprints(ids) -> int64 [B]`
-    is asked for those of the samples it has just read, so that byte copies are found without reading anything twice.
+    Of a user's object nothing is read but what PyTorch reads, and `salience_fingerprints(ids) -> int64 [B]`: a data set that
+    has this method is asked for those of the samples it has just read, so that byte copies are found without a second read.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self._many = callable(getattr(dataset, "__getitems__", None))
-        self._whole = bool(getattr(dataset, "takes_orders", False))
         self._prints = _fingerprints(dataset)
 
     def __len__(self) -> int:
@@ -108,12 +124,12 @@ class EnvelopeDataset(Dataset[Any]):
     def __getitems__(self, order: Order) -> Fetched:
         begin = time.perf_counter()
         ids: list[int] = order.ids.tolist()
-        if self._whole:
+        if isinstance(self.dataset, (SourceDataset, StagedDataset)):
             samples = self.dataset.take(order)
         else:
             samples = self.dataset.__getitems__(ids) if self._many else [self.dataset[i] for i in ids]
         prints = None if self._prints is None else self._prints(ids)
-        stages: dict[str, float] = getattr(samples, "seconds", {})
+        stages = samples.seconds if isinstance(samples, Samples) else {}
         rest = time.perf_counter() - begin - sum(stages.values())
         return Fetched(order, samples, prints, {**stages, "load": stages.get("load", 0.0) + rest})
 
@@ -125,8 +141,9 @@ def _fingerprints(dataset: Any) -> Callable[[list[int]], Any] | None:
     if isinstance(dataset, Subset):
         inner, indices = _fingerprints(dataset.dataset), dataset.indices
         return None if inner is None else functools.partial(_of_subset, inner, indices)
-    found = getattr(dataset, "fingerprints", None)
-    return found if callable(found) else None
+    if isinstance(dataset, SourceDataset):
+        return dataset.fingerprints
+    return getattr(dataset, "salience_fingerprints", None)
 
 
 def _of_subset(inner: Any, indices: Any, ids: list[int]) -> npt.NDArray[np.int64]:
@@ -147,14 +164,60 @@ class EnvelopeCollate:
         return BatchEnvelope(order.number, order.ids.copy(), batch, prints, order.ticket, work)
 
 
+def taken_apart(batch: Any, ids: npt.NDArray[np.int64], key: str | None) -> tuple[Any, npt.NDArray[np.int64] | None]:
+    """The batch without what says which samples its rows are, and that: positions in `ids`, or None for all of them in order.
+
+    A collate function says so by `Collated`; where `key` names the ids of a batch, also by ids of its own under that key.
+    """
+    if isinstance(batch, Collated):
+        batch, rows = batch.batch, np.asarray(batch.positions, dtype=np.int64)
+        wrong = (rows < 0) | (rows >= len(ids))
+        if rows.ndim != 1 or wrong.any():
+            raise DataError(
+                f"Collated.positions are {rows.tolist()}; they must be positions from 0 to {len(ids) - 1} among the samples "
+                "that the collate function was given, one per row."
+            )
+    elif key is not None and isinstance(batch, dict) and key in batch:
+        given = np.asarray(batch[key], dtype=np.int64)  # pyright: ignore[reportUnknownArgumentType]
+        match = given[:, None] == ids
+        if not match.any(1).all():
+            raise DataError(
+                f"The collate function put {given.tolist()} under {key!r}, and the batch is of the samples {ids.tolist()}; "
+                "put the ids of these there, one per row, or choose another ids_key."
+            )
+        rows = match.argmax(1)
+    else:
+        return batch, None
+    return batch, None if np.array_equal(rows, np.arange(len(ids))) else rows
+
+
+def with_ids_inside(batch: Any, ids: Tensor, key: str) -> Any:
+    """The batch with its ids under `key` if it is a mapping, or as one more field at its end if it is a tuple or a list."""
+    if isinstance(batch, MutableMapping):
+        batch[key] = ids
+        return cast("Any", batch)
+    if type(batch) in (tuple, list):
+        return type(batch)((*batch, ids))
+    raise DataError(
+        f"ids_key={key!r} puts ids into batches that are dicts, tuples or lists; this one is a {type(batch).__name__}. "
+        "Use with_ids=True instead, which delivers (ids, batch)."
+    )
+
+
 def integer_targets(batch: Any, count: int) -> Tensor | None:
     """The one integer tensor [count] in a tuple, list or dict batch, which must be its targets; None if there are several."""
-    parts: Sequence[Any]
-    if isinstance(batch, Mapping):
-        parts = list(batch.values())  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
+    if isinstance(batch, dict):
+        parts: Any = dict.values(
+            cast("dict[Any, Any]", batch)
+        )  # what it holds, where a subclass makes values when asked
     elif isinstance(batch, (tuple, list)):
-        parts = batch  # pyright: ignore[reportUnknownVariableType]
+        parts = cast("Sequence[Any]", batch)
     else:
         return None
-    found = [p for p in parts if isinstance(p, Tensor) and p.dtype == torch.int64 and p.shape == (count,)]
+    found = [part for part in parts if isinstance(part, Tensor) and part.dtype in INTEGERS and _is_row(part, count)]
     return found[0] if len(found) == 1 else None
+
+
+def _is_row(part: Tensor, count: int) -> bool:
+    """True for a plain tensor [count]; nested and sparse ones have no such shape."""
+    return not part.is_nested and part.layout == torch.strided and part.shape == (count,)

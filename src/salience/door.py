@@ -21,7 +21,10 @@ from salience.report.sinks import Sink
 from salience.run import Run
 from salience.run.copying import Copying
 from salience.run.iterating import BatchIterator, BatchSource, Iterators
+from salience.run.labels import Targets
+from salience.run.order import PlainOrder
 from salience.run.part import Setup, Voice, parse_count
+from salience.run.planned import check_epoch
 from salience.run.planning import Planning
 from salience.run.recording import Recording
 from salience.run.selection import Select
@@ -47,7 +50,9 @@ class Parts:
         seed: int,
         drop_last: bool,
         window: int | str | None,
-        generator: torch.Generator | None,
+        generator: torch.Generator | str | None,
+        shuffle: bool = True,
+        even: bool = False,
         ledger: Ledger | str | Path | None,
         reference: Opinion | Sequence[Opinion] | None,
         baseline: Paths | None,
@@ -66,8 +71,8 @@ class Parts:
         open_sinks(self.setup, self.voice, sinks)
         self.watching = Watching()
         self.planning = Planning(
-            self.setup, select, self.voice, baseline=baseline, shuffle=generator,
-            trace=None if trace is None else Trace(trace),
+            self.setup, select, self.voice, baseline=baseline, even=even,
+            order=PlainOrder(n, generator, seed=seed, shuffle=shuffle), trace=None if trace is None else Trace(trace),
         )  # fmt: skip
         self.recording = Recording(self.setup, self.voice, ledger)
         self.copying = Copying(self.setup, self.voice, self.planning.pipeline, embeddings)
@@ -110,7 +115,7 @@ class Door:
         self,
         losses: Tensor,
         logits: Tensor | None = None,
-        targets: Tensor | None = None,
+        targets: Targets | None = None,
         ids: Tensor | None = None,
         *,
         again: bool = False,
@@ -119,8 +124,10 @@ class Door:
     ) -> Tensor:
         """Record per-sample losses and return their weighted mean, sum(w * l) / B.
 
-        With `logits` [B, C] and integer `targets` [B], the ledger also learns margins, guesses and more. Over several ranks
-        the result is sum(w * l) * world / B_global, so that DDP's mean over ranks is the gradient of the whole batch.
+        With `logits` [B, C] and integer `targets` [B], the ledger also learns margins, guesses and more. `targets` may also be
+        one-hot or probabilities [B, C], zeros and ones with a single logit per sample, or (targets, targets of the partners,
+        share) after mixup. A sample whose target names no class (`ignore_index`) is recorded by its loss alone. Over several
+        ranks the result is sum(w * l) * world / B_global, so that DDP's mean over ranks is the gradient of the whole batch.
         Nothing here waits for the device. Where `select` says so (selective_backprop) and the loop has not called `pick`,
         the mean is over the samples picked here.
 
@@ -137,6 +144,8 @@ class Door:
                 raise LossError(
                     "loss() inside a compiled step takes no ids=, counts= or total=; call it outside, or drop them."
                 )
+            if not isinstance(targets, Tensor | None):
+                raise LossError("loss() inside a compiled step takes no mixed targets; call it outside.")
             return weighted_sum(losses, logits, targets, self._handle)
         return self._run.loss(losses, logits, targets, ids, again=again, counts=counts, total=total)
 
@@ -148,7 +157,7 @@ class Door:
         self,
         losses: Tensor,
         logits: Tensor | None = None,
-        targets: Tensor | None = None,
+        targets: Targets | None = None,
         *,
         share: float | None = None,
         power: float | None = None,
@@ -159,11 +168,11 @@ class Door:
         says, or a half; `power` is 1 / share - 1, with which percentile^power is `share` on average. All samples
         count as seen; those later given to `loss(losses[keep], ...)` count as trained. Seeded by (seed, step).
         """
-        recording, picks = self._run.recording, self._run.planning.picks
-        batch = recording.batch_of(None)
-        share = (picks if picks < 1 else 0.5) if share is None else share
-        batch.kept = recording.pick("pick", batch, losses, logits, targets, share=share, power=power)
-        return batch.kept
+        return self._run.pick(losses, logits, targets, share=share, power=power)
+
+    def weights(self, ids: Tensor | None = None) -> Tensor:
+        """Loss weights of the batch delivered last, or of that with these `ids`, float32 [B]; `loss` applies them itself."""
+        return self._run.recording.weights(ids)
 
     def relabelled(self, targets: Tensor, ids: Tensor | None = None) -> Tensor:
         """The batch's targets with suspected ones replaced by the class the model gives; yours to use, off otherwise.
@@ -253,7 +262,11 @@ class Door:
     @property
     def epoch(self) -> int:
         """The epoch in progress, or the next one between two epochs."""
-        return self._run.course.window // self._run.setup.pieces
+        return self._run.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Accepted for frameworks that call it before every epoch, and checked: the run counts its epochs itself."""
+        check_epoch(self._run, epoch)
 
     @property
     def progress(self) -> float:

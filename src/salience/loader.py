@@ -6,19 +6,20 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
+from typing_extensions import TypeVar
 
 from salience.batches import EnvelopeCollate
 from salience.config import SelectConfig
 from salience.decide import Auto
 from salience.door import Door, Parts
-from salience.errors import ConfigError, DataError, did_you_mean
+from salience.errors import ConfigError, DataError, StateError, did_you_mean
 from salience.events import EventLog
 from salience.feed.dataset import SourceDataset
 from salience.feed.options import ReadingOptions, reading_options
@@ -29,6 +30,8 @@ from salience.report.sinks import Sink
 from salience.run.deciding import Deciding, cores_of, first_cache
 from salience.run.feeding import Feeding
 from salience.run.iterating import BatchIterator
+from salience.run.part import Setup
+from salience.run.planned import PlannedBatches, PlannedSampler
 from salience.run.selection import Select
 from salience.run.staging import Staging
 from salience.run.workers import WorkerSource
@@ -39,17 +42,23 @@ from salience.treat.config import Treat
 from salience.treat.stages import Stage, as_stages, check_picklable
 from salience.treat.treating import Treating
 
+T = TypeVar("T", default=Any)
+"""What a batch is, for type checkers."""
+
 _INSTEAD = {
-    "shuffle": "the plan sets the order; in observe mode it is a plain shuffle",
     "sampler": "use select= to choose samples, or salience.Selector for your own loop",
     "batch_sampler": "use batch_size= and select=",
 }
 _PASSED = set(inspect.signature(DataLoader.__init__).parameters) - {
-    "self", "dataset", "batch_size", "collate_fn", "generator", "drop_last", *_INSTEAD,
+    "self", "dataset", "batch_size", "shuffle", "collate_fn", "generator", "drop_last", *_INSTEAD,
+}  # fmt: skip
+_FIXED = {
+    "dataset", "batch_size", "drop_last", "persistent_workers", "generator", "shuffle", "with_ids", "ids_key", "device",
+    *_INSTEAD,
 }  # fmt: skip
 
 
-class Loader(Door):
+class Loader(Door, Generic[T]):
     """Iterates over the planned batches of a map-style data set.
 
         loader = salience.Loader(train_set, batch_size=128, epochs=30, select="default")
@@ -59,12 +68,15 @@ class Loader(Door):
                 loader.loss(losses).backward(); ...
 
     `select` unset = observe: the batches of `DataLoader(shuffle=True, generator=g)` with g seeded by `seed` (or the
-    `generator` given), and the ledger fills. DataLoader's other arguments pass through. `with_ids=True` delivers
-    `(ids, batch)`, for loops that fetch ahead. `window` ("1M") is how many samples are planned at once, where an epoch
-    is too large for that. `ledger` starts from what another run learnt, `reference` is what
-    other models think of the samples (for `rho`, `proxy`, `cscore`), `baseline` the event logs of earlier runs, by which
-    `keep = "auto"` is steered. `trace` records the plans in a folder, `log` is the JSONL event log, `sinks` are other
-    places for its figures ("tensorboard:runs/tb", "wandb:project", "mlflow:uri", or a function of each event). A failing
+    `generator` given; "global" does what a DataLoader does that was given none), and the ledger fills. `shuffle=False`
+    observes in the order of the data set. DataLoader's other arguments pass through. `with_ids=True` delivers
+    `(ids, batch)`, for loops that fetch ahead; `ids_key="_ids"` puts the ids into dict batches under that key, or at the end of
+    tuples. `device` moves batches to a device, on CUDA from pinned memory and one batch ahead. `even=True` gives every epoch
+    the same number of batches, the mean of what `select` keeps, for frameworks that ask for `len` once. `window` ("1M") is
+    how many samples are planned at once, where an epoch is too large for that. `ledger` starts from what another run learnt,
+    `reference` is what other models think of the samples (for `rho`, `proxy`, `cscore`), `baseline` the event logs of earlier
+    runs, by which `keep = "auto"` is steered. `trace` records the plans in a folder, `log` is the JSONL event log, `sinks` are
+    other places for its figures ("tensorboard:runs/tb", "wandb:project", "mlflow:uri", or a function of each event). A failing
     plug-in is switched off, named and logged; with `strict=True` it raises.
 
     A `salience.Source` is read batch by batch and delivers `(decode(data), label)`. How it is read, cached and decoded is said
@@ -89,12 +101,16 @@ class Loader(Door):
         select: Select = None,
         seed: int = 0,
         with_ids: bool = False,
+        ids_key: str | None = None,
+        device: torch.device | str | None = None,
+        even: bool = False,
+        shuffle: bool | None = True,
         drop_last: bool = False,
         window: int | str | None = None,
         collate_fn: Any = None,
         augment: Sequence[Stage | Callable[..., Any]] | None = None,
         treat: Treat | str | None = None,
-        generator: torch.Generator | None = None,
+        generator: torch.Generator | str | None = None,
         ledger: Ledger | str | Path | None = None,
         reference: Opinion | Sequence[Opinion] | None = None,
         baseline: Paths | None = None,
@@ -109,6 +125,12 @@ class Loader(Door):
     ) -> None:
         dataset, reading = _with_reading(dataset, dataloader)
         _check_arguments(batch_size, dataloader)
+        if with_ids and ids_key is not None:
+            raise ConfigError(f"with_ids=True and ids_key={ids_key!r} are two ways to deliver ids; choose one.")
+        if shuffle is False and select is not None:
+            raise ConfigError(
+                "shuffle=False observes in the order of the data set, and select= plans its own; leave one out."
+            )
         stages = None
         if augment is not None or treat is not None:
             stages = as_stages(() if augment is None else augment)
@@ -121,12 +143,12 @@ class Loader(Door):
             raise ConfigError(f"policy={policy!r} is how auto decides; pass auto=True with it.")
         parts = Parts(
             _length(dataset), batch_size=batch_size, epochs=epochs, select=select, seed=seed, drop_last=drop_last,
-            window=window, generator=generator, ledger=ledger, reference=reference, baseline=baseline,
-            embeddings=embeddings, trace=trace, log=log, sinks=sinks, strict=strict,
+            window=window, generator=generator, shuffle=shuffle is not False, even=even, ledger=ledger,
+            reference=reference, baseline=baseline, embeddings=embeddings, trace=trace, log=log, sinks=sinks, strict=strict,
         )  # fmt: skip
         chooser = Auto(auto, baseline, epochs=epochs, policy=policy) if auto else None
-        self.dataset, self.with_ids, self.collate_fn = dataset, with_ids, collate_fn or default_collate
-        self.generator = generator
+        self.dataset, self.with_ids, self.ids_key, self.generator = dataset, with_ids, ids_key, generator
+        self.device = None if device is None else torch.device(device)
         ranks, workers = parts.setup.ranks, dataloader.get("num_workers", 0)
         feeding = Feeding(parts.setup, parts.voice, dataset, reading)
         adopted = 0 if reading.cached else first_cache(chooser, feeding.source, ranks)
@@ -147,10 +169,9 @@ class Loader(Door):
                 optional = Treat("reuse", memory=min(Treat().bytes, (memory_bytes() or 0) // 4))
             treating = Treating(dataset, stages, optional or Treat.of(treat), seed=seed, workers=workers, ranks=ranks)
             staging = Staging(parts.voice, parts.recording.ledger, parts.watching.watch, treating, optional=optional)
-        collate = self.collate_fn
-        self._source = source = WorkerSource(
-            dataset, collate, dataloader, with_ids=with_ids, planning=parts.planning, feeding=feeding,
-            watching=parts.watching, staging=staging,
+        source = WorkerSource(
+            dataset, collate_fn or default_collate, dataloader, with_ids=with_ids, ids_key=ids_key, device=self.device,
+            planning=parts.planning, feeding=feeding, watching=parts.watching, staging=staging,
         )  # fmt: skip
         parts.watching.profile(workers, source.ahead)
         deciding = None
@@ -166,9 +187,8 @@ class Loader(Door):
             deciding.auto.start(
                 deciding.settings, parts.planning.steps(0), decides=parts.setup.rank == 0, adopted=bool(adopted)
             )
-        super().__init__(
-            run, source, functools.partial(_scorer, source.inner.dataset, collate, parts.setup.n, batch_size)
-        )
+        super().__init__(run, source, functools.partial(_scorer, source, parts.setup))
+        self._source = source
 
     def __iter__(self) -> BatchIterator:
         """One epoch: batches as the user's collate made them, or `(ids, batch)` with `with_ids`."""
@@ -179,16 +199,48 @@ class Loader(Door):
             )
         return super().__iter__()
 
+    # --- what else code reads off a DataLoader, or sets on it ---
+
     @property
     def num_workers(self) -> int:
         """Worker processes, as given or as `auto` set them."""
         return self._source.num_workers
 
+    @property
+    def collate_fn(self) -> Callable[[Any], Any]:
+        """The function that makes a batch of samples; one that is set is used from the next iter() on."""
+        return self._source.collate
+
+    @property
+    def sampler(self) -> PlannedSampler:
+        """The ids of the window in progress."""
+        return PlannedSampler(self._run)
+
+    @property
+    def batch_sampler(self) -> PlannedBatches:
+        """The batches of ids of the window in progress."""
+        return PlannedBatches(self._run)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As on a DataLoader, what makes the batches can be set, and holds from the next iter() on; the data set cannot."""
+        if "_source" in vars(self) and name in _FIXED:
+            raise ConfigError(f"{name} cannot be set once a Loader is made; make a new one with {name}=.")
+        if "_source" in vars(self) and (name in _PASSED or name == "collate_fn"):
+            self._source.change(name, value)
+        else:
+            super().__setattr__(name, value)
+
     def __getattr__(self, name: str) -> Any:
-        """What else code reads off a DataLoader: `pin_memory`, `timeout`, `prefetch_factor`, `persistent_workers`, ..."""
+        """`pin_memory`, `timeout`, `prefetch_factor`, `persistent_workers`, ..."""
         if name in _PASSED and "_source" in vars(self):
-            return getattr(self._source.inner, name)
+            return self._source.option(name)
         raise AttributeError(f"A Loader has no attribute {name!r}.{did_you_mean(name, dir(type(self)))}")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise StateError(
+            f"A {type(self).__name__} owns a run, its ledger and its worker processes, and cannot be copied or pickled; make "
+            "another one, and carry state_dict() over where it should go on."
+        )
 
 
 def _with_reading(dataset: Any, options: dict[str, Any]) -> tuple[Any, ReadingOptions]:
@@ -206,15 +258,16 @@ def _with_reading(dataset: Any, options: dict[str, Any]) -> tuple[Any, ReadingOp
     return dataset, reading_options(np.empty(0, dtype=np.int64), **broken)
 
 
-def _scorer(
-    data: Any, collate: Callable[[Any], Any], n: int, batch_size: int, model: nn.Module, device: torch.device | str
-) -> Scorer:
-    return Scorer(model, data, EnvelopeCollate(collate), n=n, batch_size=batch_size, device=device)
+def _scorer(source: WorkerSource, setup: Setup, model: nn.Module, device: torch.device | str) -> Scorer:
+    collate = EnvelopeCollate(source.collate)
+    return Scorer(model, source.inner.dataset, collate, n=setup.n, batch_size=setup.batch_size, device=device)
 
 
 def _length(dataset: Any) -> int:
     if isinstance(dataset, IterableDataset):
         raise DataError("An IterableDataset has no ids; salience needs a map-style data set (__getitem__ and __len__).")
+    if isinstance(dataset, DataLoader):
+        raise DataError("A DataLoader is no data set: pass what it reads, Loader(dataloader.dataset, batch_size=...).")
     try:
         n = len(dataset)
     except TypeError as cause:
@@ -228,8 +281,8 @@ def _check_arguments(batch_size: Any, dataloader: dict[str, Any]) -> None:
     if not isinstance(batch_size, int) or isinstance(batch_size, bool):
         raise ConfigError(f"batch_size is {batch_size!r}; it must be an integer of at least 1.")
     for name, value in [*dataloader.items()]:
-        if name in _INSTEAD and (value is None or (name == "shuffle" and value is True)):
-            del dataloader[name]  # DataLoader's defaults, which code forwards, and what is done anyway
+        if name in _INSTEAD and value is None:
+            del dataloader[name]  # DataLoader's defaults, which code forwards
         elif name in _INSTEAD:
             raise ConfigError(f"salience.Loader takes no {name!r}: {_INSTEAD[name]}.")
         elif name not in _PASSED:

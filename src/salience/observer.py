@@ -18,7 +18,7 @@ from salience.events import EventLog
 from salience.ledger import COLUMNS, Ledger
 from salience.ranks import current_ranks
 from salience.report.sinks import Sink
-from salience.run.part import Setup, Voice
+from salience.run.part import Batch, Setup, Voice
 from salience.run.planning import Planning
 from salience.run.recording import Recording, check_losses
 from salience.run.watching import open_sinks
@@ -100,12 +100,13 @@ class Observer:
         losses on a GPU cost no synchronisation. `trained=False`: the samples were looked at and not trained on.
         """
         rows = self._rows(ids)
-        check_losses("record", losses, len(rows))
-        logits, targets = self._recording.usable(losses, logits, targets)
         window = self.visits // self.n
+        batch = Batch(window, self._batches, rows)
+        check_losses("record", losses, batch, None)
+        logits, classes, _ = self._recording.usable(batch, losses, logits, targets)
         if window > self._window and self._setup.ranks is None:
             self.flush()
-        self._recording.recorder.record(rows, losses, logits, targets, window=window, trained=trained)
+        self._recording.recorder.record(rows, losses, logits, classes, window=window, trained=trained)
         self._recorded, self._batches = self._recorded + len(rows), self._batches + 1
 
     def forget(self, ids: Tensor | npt.ArrayLike) -> None:

@@ -198,6 +198,11 @@ def current_ranks() -> Ranks | None:
     return None
 
 
+def joined_late(ranks: Ranks | None) -> bool:
+    """True if this process has joined a process group since it was found to be alone."""
+    return ranks is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def _dimension(mesh: DeviceMesh, dim: str | None) -> dist.ProcessGroup:
     """The process group of the data-parallel dimension of a mesh."""
     names = mesh.mesh_dim_names or ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-PLAN, PICK, WORKERS, AUGMENT, PEEK = range(5)
+PLAN, PICK, WORKERS, AUGMENT, PEEK, EVEN = range(6)
 """First element of a path: what the numbers are for, so that no two purposes share a stream."""
 
 

@@ -15,6 +15,7 @@ pytest.importorskip("lightning")
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from pl_problem import Module, N, data, fit
+from ranks_of_two import run_two
 
 import salience
 from salience.frameworks.lightning import DataMixin, Salience, as_loader
@@ -111,9 +112,9 @@ def test_a_run_resumed_from_a_checkpoint_is_the_run_that_was_not_stopped(select,
     assert second.loader.progress == 1
 
 
-def test_two_processes_train_as_one(tmp_path, two_processes):
+def test_two_processes_train_as_one(tmp_path):
     cases = ["1:", "4:", "4:default"]
-    two_processes(HERE / "pl_problem.py", str(tmp_path), *cases)
+    run_two(HERE / "pl_problem.py", tmp_path, *cases)
     for case in cases:
         group, select = case.split(":")
         found = [torch.load(tmp_path / f"{case}:{rank}.pt", weights_only=True) for rank in range(2)]

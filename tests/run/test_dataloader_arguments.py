@@ -17,7 +17,7 @@ def test_defaults_that_code_forwards_are_accepted(given):
     assert len(list(salience.Loader(DATA, 5, **given))) == 4
 
 
-@pytest.mark.parametrize("given", [{"shuffle": False}, {"sampler": range(20)}, {"batch_sampler": [[0]]}])
+@pytest.mark.parametrize("given", [{"sampler": range(20)}, {"batch_sampler": [[0]]}])
 def test_what_would_set_another_order_is_refused_with_a_way_out(given):
     with pytest.raises(ConfigError, match="takes no"):
         salience.Loader(DATA, 5, **given)

@@ -333,7 +333,7 @@ class Files(Dataset):
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
         return self.x[i], 0
 
-    def fingerprints(self, ids: list[int]) -> np.ndarray:
+    def salience_fingerprints(self, ids: list[int]) -> np.ndarray:
         return np.array([int(self.x[i, 0]) + 1 for i in ids], dtype=np.int64)
 
 

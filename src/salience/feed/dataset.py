@@ -44,8 +44,6 @@ class Samples(list[Any]):
 class SourceDataset(Dataset[Any]):
     """Sample i is `(decode(data), label)`, or `decode(data)` alone where the source knows no classes."""
 
-    takes_orders = True
-
     def __init__(self, source: Source, decode: Decode | None = None) -> None:
         self.source, self.decode = source, decode
         self.handle: Handle | None = None

@@ -79,6 +79,12 @@ class Recorder:
         self._waiting = 0
         """Samples in `_pending`."""
         self._hints_hold = True
+        self._confirmed = True
+        """True while all targets were those delivered with their batch: then a sample that has two was given both."""
+        self.redrawn: int | None = None
+        """A sample whose target was drawn anew at its second visit; from then on classes are ignored."""
+        self.without_class = 0
+        """Number of visits with a target that names no class."""
 
     def record(
         self,
@@ -95,6 +101,8 @@ class Recorder:
         """Record one batch. Its `number` in a plan without duplicates spares the search for them."""
         if hint is not None:
             hint = self._checked_hint(hint, targets)
+        elif targets is not None:
+            self._confirmed = False
         flags, parts = (window, True, trained), (losses, logits, targets)
         coming, collected = self._coming, self._collected
         fits = collected is not None and collected.fits(parts)
@@ -241,9 +249,32 @@ class Recorder:
             known = np.isfinite(rows["grad_norm"])
             self.ledger.grad_norm[ids[known]] = rows["grad_norm"][known]
             return
-        if "target" in rows:
-            self.ledger.check_labels(ids, rows["target"].astype(np.int32))
-        self.bad += self.ledger.record(ids, rows, window=window, seen=seen, trained=trained, unique=unique)
+        named = self._named(ids, rows) if "target" in rows else None
+        if named is None or named.all():
+            self.bad += self.ledger.record(ids, rows, window=window, seen=seen, trained=trained, unique=unique)
+            return
+        for part, columns in ((named, tuple(rows)), (~named, ("loss",))):
+            if part.any():
+                some = {name: rows[name][part] for name in columns}
+                self.bad += self.ledger.record(
+                    ids[part], some, window=window, seen=seen, trained=trained, unique=unique
+                )
+
+    def _named(self, ids: Ids, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which rows have a class, bool [B], checked against what is known."""
+        target = rows["target"]
+        named = target >= 0
+        self.without_class += len(named) - int(np.count_nonzero(named))
+        if self.redrawn is None:
+            try:
+                self.ledger.check_labels(ids[named], target[named].astype(np.int32))
+            except Misattributed:
+                if not self._confirmed:
+                    raise
+                known = self.ledger.label[ids]
+                self.redrawn = int(ids[named & (known >= 0) & (known != target)][0])
+                self.ledger.label[:] = -1
+        return named if self.redrawn is None else np.zeros_like(named)
 
     def _enter_of_all_ranks(self, items: list[_Pending]) -> None:
         assert self._ranks is not None
@@ -286,7 +317,10 @@ class Recorder:
 
     def _check_hint(self, delivered: npt.NDArray[Any], given: npt.NDArray[Any]) -> None:
         """Targets given to loss() must be those delivered with the batch, or a function of them (a remapped class)."""
-        if not self._hints_hold or len(delivered) != len(given) or np.array_equal(delivered, given):
+        if not self._hints_hold or np.array_equal(delivered, given):
+            return
+        self._confirmed = False
+        if len(delivered) != len(given):
             return
         pairs = np.unique(np.stack((delivered, given)), axis=1)
         if len(np.unique(pairs[0])) == pairs.shape[1]:

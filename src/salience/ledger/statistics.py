@@ -52,7 +52,8 @@ def reduce_batch(losses: Tensor, logits: Tensor | None, targets: Tensor | None) 
         if few < VOTES:  # the last one again, with no probability
             first, order = F.pad(first, (0, VOTES - few), value=NO_CLASS_LOG_P), F.pad(order, (0, VOTES - few))
             order[:, few:] = order[:, few - 1 : few]
-        picked = log_p.gather(1, label.to(torch.int64).unsqueeze(1))
+        label, place = _within(label, z.shape[1])
+        picked = log_p.gather(1, place.unsqueeze(1))
         squares = torch.linalg.vecdot(p, p).unsqueeze(1)
         entropy = torch.linalg.vecdot(p, log_p).neg_().unsqueeze(1)
         columns = (loss.unsqueeze(1), label.unsqueeze(1), picked, squares, entropy, first, order)
@@ -65,8 +66,9 @@ def _reduce_few_classes(loss: Tensor, z: Tensor, label: Tensor) -> Tensor:
     p = log_p.exp()
     values = torch.empty((len(LOGIT_ROWS), len(loss)), dtype=torch.float32)
     rows = values.numpy()
+    label, place = _within(label, z.shape[1])
     values[0], values[1] = loss, label
-    torch.gather(log_p, 0, label.to(torch.int64).unsqueeze(0), out=values[2:3])
+    torch.gather(log_p, 0, place.unsqueeze(0), out=values[2:3])
     torch.linalg.vecdot(p, p, dim=0, out=values[3])
     torch.linalg.vecdot(p, log_p, dim=0, out=values[4])
     values[4].neg_()
@@ -75,6 +77,13 @@ def _reduce_few_classes(loss: Tensor, z: Tensor, label: Tensor) -> Tensor:
     rows[5 : 5 + few], rows[5 + VOTES : 5 + VOTES + few] = first[:few], order[:few]
     rows[5 + few : 5 + VOTES], rows[5 + VOTES + few :] = NO_CLASS_LOG_P, order[few - 1]
     return values
+
+
+def _within(label: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """Labels with -1 for those that name none of the classes (ignore_index), and what can be used as an index."""
+    place = label.to(torch.int64)
+    inside = place.clamp(0, classes - 1)
+    return torch.where(place == inside, place, -1), inside
 
 
 def finish(rows: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, npt.NDArray[np.float32]]:

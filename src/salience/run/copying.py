@@ -84,7 +84,7 @@ class Copying(Part):
         batch.features = self.search is not None and self.search.wants(batch.window)
         if batch.prints is not None and self.search is not None:
             known = batch.prints != 0  # what is reused is not read again, and keeps the one it has
-            self.search.prints[batch.ids[known]] = batch.prints[known] & np.iinfo(np.int64).max
+            self.search.prints[batch.planned_ids[known]] = batch.prints[known] & np.iinfo(np.int64).max
 
     def on_loss(self, batch: Batch, losses: Tensor, kept: Tensor | None) -> None:
         if self.search is not None:

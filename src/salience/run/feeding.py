@@ -118,7 +118,7 @@ class Feeding(Part):
     def hand_over(self, batch: Batch) -> None:
         self.add_counts(batch.counts)
         for position, reason in batch.broken.items():
-            i = int(batch.ids[position])
+            i = int(batch.planned_ids[position])
             if i not in self.broken:
                 self.broken[i] = reason
                 self._voice.events.emit("broken", window=batch.window, id=i, name=self._name(i), reason=reason)

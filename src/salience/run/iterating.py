@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -68,13 +69,13 @@ class Iterators:
     def peek(self) -> Iterator[Any]:
         """Batches that do not count, in an order of their own."""
         self._peeks += 1
-        setup, order = (
-            self.run.setup,
-            self.run.planning.peek_order(self._peeks)[self.run.setup.rank :: self.run.setup.world],
-        )
+        setup, drawn = self.run.setup, self.run.planning.peek_order(self._peeks)
+        order = np.fromiter(itertools.islice(drawn, setup.n), dtype=np.int64)[setup.rank :: setup.world]
         if setup.drop_last:
             order = order[: len(order) // setup.batch_size * setup.batch_size]
-        return self.source.peek(order, setup.batch_size)
+        if len(order):
+            yield from self.source.peek(order, setup.batch_size)
+        next(drawn, None)  # a plain shuffle draws once more at its end
 
 
 class BatchIterator(Iterator[Any]):
@@ -140,8 +141,8 @@ class BatchIterator(Iterator[Any]):
             except StopIteration:
                 self._next_window()
         content = run.deliver(self._batch)
-        if run.course.complete and self._ends and self._iterators.source.has_workers:
-            run.planning.order.finish()  # workers read ahead, so that a DataLoader's sampler has come to its end by now
+        if run.course.complete and self._ends and (self._iterators.source.has_workers or run.setup.short_tail):
+            run.planning.order.finish()  # a DataLoader's sampler has come to its end by now
         self._failed = False
         return content
 

@@ -1,4 +1,4 @@
-"""The order in which DataLoader(shuffle=True, generator=g) would deliver, drawing from g what it would draw."""
+"""The order in which a plain DataLoader would deliver, drawing from its generator what it would draw."""
 
 from __future__ import annotations
 
@@ -12,13 +12,30 @@ import torch
 from torch import Tensor
 from torch.utils.data import RandomSampler
 
+from salience.errors import ConfigError
+
+GLOBAL = "global"
+"""Given as `generator`: draw from torch's global generator, as a DataLoader that was given none."""
+
 
 class PlainOrder:
-    """Shuffles with a generator whose state moves exactly as under a plain DataLoader."""
+    """Orders samples with a generator whose state moves exactly as under a plain DataLoader.
 
-    def __init__(self, n: int, generator: torch.Generator) -> None:
-        self.n, self.generator = n, generator
-        self.state: Tensor = generator.get_state()
+    `generator` is seeded by `seed` where None is given; "global" does what a DataLoader without a generator does, by two draws
+    per epoch from torch's global generator. Without `shuffle`, samples stay in the order of the data set.
+    """
+
+    def __init__(
+        self, n: int, generator: torch.Generator | str | None = None, *, seed: int = 0, shuffle: bool = True
+    ) -> None:
+        if isinstance(generator, str) and generator != GLOBAL:
+            raise ConfigError(f"generator is {generator!r}; it must be a torch.Generator, {GLOBAL!r} or None.")
+        self.n, self.shuffle = n, shuffle
+        given = torch.Generator().manual_seed(seed) if generator is None else generator
+        self._own = None if isinstance(given, str) else given
+        """The generator that shuffles; None = one that is seeded anew by each epoch's second draw."""
+        self.generator = torch.default_generator if isinstance(given, str) else given
+        self.state: Tensor = self.generator.get_state()
         """The generator before the window in progress drew from it; workers are seeded from here."""
         self._drew_worker_seed, self._finished = True, True
         self._rest: Iterator[int] = iter(())
@@ -28,13 +45,16 @@ class PlainOrder:
         self.state, self._drew_worker_seed, self._finished = self.generator.get_state(), worker_seed, False
         if worker_seed:
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-        self._rest = iter(RandomSampler(range(self.n), generator=self.generator))
+        self._rest = self._sampler()
         return np.fromiter(itertools.islice(self._rest, self.n), dtype=np.int64, count=self.n)
 
-    def peek(self) -> npt.NDArray[np.int64]:
+    def _sampler(self) -> Iterator[int]:
+        return iter(RandomSampler(range(self.n), generator=self._own) if self.shuffle else range(self.n))
+
+    def peek(self) -> Iterator[int]:
         """An order beside the window in progress, drawn as a second iter() of a DataLoader would."""
         torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-        return torch.randperm(self.n, generator=self.generator).numpy()
+        return self._sampler()
 
     def unused(self, *, workers: bool) -> None:
         """Nobody took a batch of that order: DataLoader would have drawn the seed, and with workers the order too."""
@@ -55,7 +75,7 @@ class PlainOrder:
     def state_dict(self, *, in_window: bool) -> dict[str, Any]:
         """Where the generator stands; between two epochs, where it will once the loop runs into the end of the last."""
         now = self.generator.get_state()
-        if not in_window and not self._finished:
+        if not in_window and not self._finished and self.shuffle and self._own is not None:
             ahead = torch.Generator()
             ahead.set_state(now)
             torch.randperm(self.n, generator=ahead)

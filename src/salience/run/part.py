@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from salience.errors import ConfigError, PluginError
@@ -45,6 +46,8 @@ class Setup:
     """Windows per epoch."""
     windows: int | None = field(init=False)
     """Windows of the whole run; None where the number of epochs is not known."""
+    short_tail: bool = field(init=False)
+    """True if a plain epoch ends with a batch that is smaller than the others."""
 
     def __post_init__(self) -> None:
         if self.n < 1:
@@ -65,6 +68,7 @@ class Setup:
             size = self.window // batch * batch
         pieces = -(-self.n // size)
         derived = {"rank": rank, "world": world, "global_batch": batch, "piece_size": size, "pieces": pieces}
+        derived["short_tail"] = self.n % batch > 0 and not self.drop_last
         for name, value in (*derived.items(), ("windows", None if self.epochs is None else self.epochs * pieces)):
             object.__setattr__(self, name, value)
 
@@ -77,6 +81,11 @@ class Batch:
     number: int
     """Its place among this rank's batches of the window."""
     ids: npt.NDArray[np.int64]
+    """The sample of each row."""
+    rows: npt.NDArray[np.int64] | None = None
+    """Position of each row's sample in the planned batch; None = all of them in order, as a collate function should."""
+    planned: npt.NDArray[np.int64] | None = None
+    """Ids as they were planned; None = `ids`."""
     content: Any = None
     """What the loop receives."""
     hint: Tensor | None = None
@@ -97,10 +106,17 @@ class Batch:
     """True if a probe held it back."""
     features: bool = False
     """True if features of its samples help the search for near-copies."""
+    copied: torch.cuda.Event | None = None
+    """Happens when the content is on its device; None if nothing is under way."""
     kept: Tensor | None = None
     """Positions chosen by pick()."""
     recorded: bool = False
     """True once its loss was given, or the loop said that it has none."""
+
+    @property
+    def planned_ids(self) -> npt.NDArray[np.int64]:
+        """The samples of the planned batch, which need not be the rows of its content."""
+        return self.ids if self.planned is None else self.planned
 
 
 class Part(Protocol):

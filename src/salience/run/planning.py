@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,11 @@ from salience.errors import ConfigError
 from salience.ledger import COLUMNS, Ledger
 from salience.ledger.copies import Copies
 from salience.plan import Plan, Shard, Trace
+from salience.run.even import at_mean_share, of_steps
 from salience.run.order import PlainOrder
 from salience.run.part import Part, Setup, Voice
 from salience.run.selection import Select, resolve
-from salience.seeds import PEEK, WORKERS, generator, torch_seed
+from salience.seeds import EVEN, PEEK, WORKERS, generator, torch_seed
 from salience.select import Clock, Pipeline
 from salience.select.batching import Batching, members
 from salience.select.fetching import Stock
@@ -40,16 +41,21 @@ class Planning(Part):
         voice: Voice,
         *,
         baseline: Paths | None = None,
-        shuffle: torch.Generator | None = None,
+        order: PlainOrder | None = None,
+        even: bool = False,
         trace: Trace | None = None,
     ) -> None:
-        self.config = resolve(select)
+        self.config, self._even = resolve(select), even
+        if even and isinstance(self.config, SelectConfig):
+            self.config = at_mean_share(self.config, setup.epochs or 1)
+        elif even and self.config is not None:
+            raise ConfigError("even=True cannot change the plans of a trace; leave one of them out.")
         if setup.epochs is None and self.config is not None:
             raise ConfigError("select needs epochs=: the number of passes you will make, so that it can pace itself.")
         self._setup, self._voice, self._has_baseline = setup, voice, baseline is not None
         self.trace = trace
         """Where plans are recorded; None = nowhere."""
-        self.order = PlainOrder(setup.n, shuffle or torch.Generator().manual_seed(setup.seed))
+        self.order = order or PlainOrder(setup.n, seed=setup.seed)
         self.pipeline: Pipeline | None = None
         self._offered: tuple[SelectConfig, Pipeline] | None = None
         self._steering: Steering | None = None
@@ -89,6 +95,8 @@ class Planning(Part):
                 batch_size=setup.global_batch, world=setup.world, seed=setup.seed, drop_last=setup.drop_last,
                 steered=self._share, copies=copies, stock=stock,
             )  # fmt: skip
+            if self._even:
+                plan = of_steps(plan, self.steps(window), generator(setup.seed, EVEN, window))
         elif isinstance(self.config, Trace):
             plan = self.config.read(window)
         else:
@@ -133,11 +141,11 @@ class Planning(Part):
     def close(self, *, finished: bool) -> None:
         self._in_window, self._piece = False, (self._piece + 1) % self._setup.pieces
 
-    def peek_order(self, number: int) -> npt.NDArray[np.int64]:
+    def peek_order(self, number: int) -> Iterator[int]:
         """Ids in the order of an iterator that does not count; `number` is that of the peek."""
         if self.config is None and self._setup.ranks is None:  # ranks must draw alike, and one may peek alone
             return self.order.peek()
-        return generator(self._setup.seed, PEEK, number, self._setup.rank).permutation(self._setup.n)
+        return iter(generator(self._setup.seed, PEEK, number, self._setup.rank).permutation(self._setup.n).tolist())
 
     def seed_workers(self, workers: torch.Generator, window: int) -> None:
         """Bring the generator of the DataLoader inside to where a plain one would be, or to the window's own seed."""
@@ -178,6 +186,7 @@ class Planning(Part):
             window = min(window, setup.windows - setup.pieces + window % setup.pieces)
         if isinstance(self.config, Trace):
             return len(self.config.read(window).shard(setup.rank, setup.world))
+        window = window % setup.pieces if self._even else window
         size = self._size(window)
         if self.pipeline is not None and setup.windows is not None:
             return self._batching.steps(self._granted(window), size, last=window == setup.windows - 1)
@@ -194,7 +203,8 @@ class Planning(Part):
     @property
     def total_steps(self) -> int | None:
         """Batches of the whole run on each rank, or None where a plug-in decides as it goes."""
-        if self._setup.epochs is None or (self.pipeline is not None and not self.pipeline.exact):
+        exact = self.pipeline is None or self.pipeline.exact or self._even
+        if self._setup.epochs is None or not exact:
             return None
         windows = len(self.config) if isinstance(self.config, Trace) else self._setup.windows or 0
         return sum(self.steps(window) for window in range(windows))
@@ -219,6 +229,11 @@ class Planning(Part):
         elif visits < granted:
             later = [min(budget, visits) for budget in later]
         return sum(later)
+
+    def visits(self, window: int) -> int:
+        """Visits of a window, as far as they are known before it is planned."""
+        budgets = None if self.config is None else self._budgets(min(window, (self._setup.windows or 1) - 1))
+        return self._size(window) if budgets is None else budgets[0]
 
     def lr_scale(self, window: int) -> float | None:
         """Factor on the learning rate that goes with a window's batch size; None past the last window."""
@@ -303,6 +318,8 @@ class Planning(Part):
 
     def offer(self, select: Select) -> Pipeline:
         """Have a selection ready that can be switched on between two windows."""
+        if self._even:
+            raise ConfigError("even=True fixes the number of batches, which auto may change; leave one of them out.")
         config = resolve(select)
         assert isinstance(config, SelectConfig)
         self._offered = config, self._pipeline(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,13 +18,16 @@ from salience.ledger import Ledger, Recorder
 from salience.ledger.exchange import shared_ledger
 from salience.plan import Shard
 from salience.run.arrays import arrays, tensors
+from salience.run.labels import OFF, Targets, class_labels
+from salience.run.moving import tensors_of
 from salience.run.part import Batch, Part, Setup, Voice
 from salience.run.robust import early_learning, strength
 from salience.seeds import PICK, torch_generator
 from salience.select.noise import judge
 from salience.select.pick import RecentLosses, pick_positions
 
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+MAX_BATCHES_AHEAD = 32
+"""Batches that are looked through first for the one that losses belong to."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,8 +42,12 @@ class _Visits:
     delivered: set[int]
     recorded: set[int] = field(default_factory=set[int])
     """Batches that have their loss."""
+    rows: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict[int, npt.NDArray[np.int64]])
+    """Batch -> positions of its rows among its planned samples, where a collate function changed them."""
     stand_ins: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    """Batch -> positions where another sample stands in for a broken one."""
+    """Batch -> rows where another sample stands in for a broken one."""
+    latest: deque[int] = field(default_factory=lambda: deque[int](maxlen=MAX_BATCHES_AHEAD))
+    """The batches delivered last: a loss that comes with its ids is mostly of one of them."""
     weights: dict[torch.device, Tensor] = field(default_factory=dict[torch.device, Tensor])
 
 
@@ -107,8 +115,12 @@ class Recording(Part):
         self.batch, self.peeked = batch, False
         assert self._now is not None
         self._now.delivered.add(batch.number)
+        self._now.latest.appendleft(batch.number)
+        if batch.rows is not None:
+            self._now.rows[batch.number] = batch.rows
         if batch.broken:
-            self._now.stand_ins[batch.number] = list(batch.broken)
+            at = range(len(batch.ids)) if batch.rows is None else batch.rows.tolist()
+            self._now.stand_ins[batch.number] = [row for row, position in enumerate(at) if position in batch.broken]
 
     def _visits(self, batch: Batch) -> _Visits | None:
         """What the window of a batch says; None of one that is long over."""
@@ -123,6 +135,15 @@ class Recording(Part):
         bad, self.recorder.bad = self.recorder.bad, 0
         if bad:
             self._voice.warn(f"{bad} losses were NaN or infinite (window {window}); they were counted and not stored.")
+        if self.recorder.without_class:
+            self._voice.warn_once(
+                f"Some targets name no class (ignore_index, or probabilities that are not one-hot): of these samples {OFF}"
+            )
+        if self.recorder.redrawn is not None:
+            self._voice.warn_once(
+                f"Targets are drawn anew at each visit (sample {self.recorder.redrawn} had two), so no class belongs to a "
+                f"sample: {OFF}"
+            )
 
     # --- a loss ---
 
@@ -177,28 +198,21 @@ class Recording(Part):
         )
 
     def usable(
-        self, losses: Tensor, logits: Tensor | None, targets: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Logits and targets from which class statistics can be computed; others are ignored, with one warning."""
-        if targets is None:
-            return None, None
-        if targets.dtype not in INTEGERS or targets.dim() != 1:
-            self._voice.warn_once(
-                f"targets are {targets.dtype} with {targets.dim()} dimensions, not one integer class per sample: "
-                "losses are recorded, class statistics (margin, guess, class floor) are off."
-            )
-            return None, None
-        if len(targets) != len(losses):
-            raise LossError(f"There are {len(targets)} targets for {len(losses)} losses; pass those of the same batch.")
-        if logits is not None and (logits.dim() != 2 or len(logits) != len(losses)):
-            raise LossError(
-                f"logits have shape {tuple(logits.shape)}; with {len(losses)} losses they must be [{len(losses)}, classes]."
-            )
-        return logits, targets
+        self, batch: Batch, losses: Tensor, logits: Tensor | None, targets: Targets | None
+    ) -> tuple[Tensor | None, Tensor | None, bool]:
+        """Logits and classes from which class statistics can be computed, or None, and whether inputs were unmixed.
+
+        Targets that name no classes are ignored, with one warning.
+        """
+        found = class_labels(len(losses), logits, targets)
+        if found.remark:
+            self._voice.warn_once(found.remark)
+        if not found.delivered:
+            batch.hint = None
+        return found.logits, found.classes, found.hard
 
     def pick(
         self,
-        caller: str,
         batch: Batch,
         losses: Tensor,
         logits: Tensor | None,
@@ -210,8 +224,6 @@ class Recording(Part):
         """Record a whole batch as seen, and choose positions of round(share * B) samples of it to train on."""
         if not 0 < share <= 1:
             raise ConfigError(f"pick: share is {share}; it must be above 0 and at most 1.")
-        check_losses(caller, losses, len(batch.ids))
-        logits, targets = self.usable(losses, logits, targets)
         self._record(batch, losses, logits, targets, trained=False)
         generator = torch_generator(self._setup.seed, PICK, batch.window, batch.number, self._setup.rank)
         count, power = max(1, round(share * len(losses))), 1 / share - 1 if power is None else power
@@ -225,16 +237,20 @@ class Recording(Part):
         if visits is not None:
             visits.recorded.add(batch.number)
         if kept is None:
-            plain = visits is not None and visits.no_doubles
+            plain = visits is not None and visits.no_doubles and batch.rows is None
             self._record(batch, losses, logits, targets, number=batch.number if plain else None)
         else:
             self.recorder.trained(batch.ids, kept, window=batch.window)
 
     def _record(self, batch: Batch, losses: Tensor, logits: Tensor | None, targets: Tensor | None, **more: Any) -> None:
-        """Of several views of a sample the first alone is recorded, so that they count as one sample."""
+        """Of several views of a sample the first alone is recorded, so that they count as one; of a stand-in, nothing."""
         ids, hint, visits = batch.ids, batch.hint, self._visits(batch)
-        if visits is not None and not visits.no_doubles:
-            first = np.flatnonzero(visits.shard.plan.views[visits.shard.span(batch.number)] == 0)
+        stand_ins = [] if visits is None else visits.stand_ins.get(batch.number, [])
+        if visits is not None and (stand_ins or not visits.no_doubles):
+            views = visits.shard.plan.views[visits.shard.span(batch.number)]
+            wanted = (views if batch.rows is None else views[batch.rows]) == 0
+            wanted[stand_ins] = False
+            first = np.flatnonzero(wanted)
             if not len(first):
                 return
             if len(first) < len(ids):
@@ -244,6 +260,13 @@ class Recording(Part):
                     None if part is None else part[positions.to(part.device)] for part in (logits, targets, hint)
                 )
         self.recorder.record(ids, losses, logits, targets, window=batch.window, hint=hint, **more)
+
+    def weights(self, ids: Tensor | None) -> Tensor:
+        """Loss weights of a delivered batch, float32 [B]."""
+        batch = self.batch_of(ids)
+        device = torch.device("cpu") if ids is None else ids.device
+        weights = self._weights_of(batch, self._visits(batch), device)
+        return torch.ones(len(batch.ids), device=device) if weights is None else weights.clone()
 
     def weighted_mean(
         self,
@@ -311,6 +334,8 @@ class Recording(Part):
         if device not in visits.weights:
             visits.weights[device] = torch.from_numpy(visits.shard.plan.weights.copy()).to(device)
         weights = visits.weights[device][visits.shard.span(batch.number)]
+        if batch.rows is not None:
+            weights = weights[torch.from_numpy(batch.rows).to(device)]
         if stand_ins:
             weights = weights.clone()
             weights[stand_ins] = 0
@@ -351,15 +376,28 @@ class Recording(Part):
 def _find(ids: npt.NDArray[np.int64], visits: _Visits) -> Batch | None:
     """The delivered batch of a window that has just these ids; None if there is none."""
     shard = visits.shard
-    spots = np.flatnonzero(shard.plan.ids == ids[0]) if len(ids) else np.empty(0, dtype=np.int64)
-    for number in (np.searchsorted(shard.start, spots, side="right") - 1).tolist():
-        if number in visits.delivered and np.array_equal(shard.ids(number), ids):
-            return Batch(shard.plan.window, number, ids, recorded=number in visits.recorded)
-    return None
+    for number in visits.latest:
+        if np.array_equal(_ids_of(visits, number), ids):
+            break
+    else:
+        spots = np.flatnonzero(shard.plan.ids == ids[0]) if len(ids) else np.empty(0, dtype=np.int64)
+        near = (np.searchsorted(shard.start, spots, side="right") - 1).tolist()
+        fitting = (k for k in near if k in visits.delivered and np.array_equal(_ids_of(visits, k), ids))
+        number = next(fitting, -1)
+        if number < 0:
+            return None
+    return Batch(shard.plan.window, number, ids, visits.rows.get(number), recorded=number in visits.recorded)
 
 
-def check_losses(caller: str, losses: Tensor, count: int) -> None:
-    """Raise LossError unless there is one loss per sample."""
+def _ids_of(visits: _Visits, number: int) -> npt.NDArray[np.int64]:
+    """The samples of a batch's rows."""
+    ids, rows = visits.shard.ids(number), visits.rows.get(number)
+    return ids if rows is None else ids[rows]
+
+
+def check_losses(caller: str, losses: Tensor, batch: Batch, kept: Tensor | None) -> None:
+    """Raise LossError unless there is one loss per sample of the batch, or of those that were picked."""
+    count = len(batch.ids) if kept is None else len(kept)
     if losses.dim() == 0:
         raise LossError(f"{caller}() was given a single number; it needs one loss per sample: use reduction='none'.")
     if losses.dim() > 1:
@@ -368,8 +406,18 @@ def check_losses(caller: str, losses: Tensor, count: int) -> None:
             f"{caller}() was given losses of shape {tuple(losses.shape)}; it needs one per sample: reduce the rest first, "
             f"e.g. losses.mean(dim={axes})."
         )
+    if len(losses) != count and kept is None and len(losses) in leading_sizes(batch.content):
+        raise LossError(
+            f"The collate function was given {count} samples and returned a batch of {len(losses)}, so it cannot be told whose "
+            "losses these are. Have it return salience.Collated(batch, positions), with the position of each row's sample."
+        )
     if len(losses) != count:
         raise LossError(
             f"{caller}() was given {len(losses)} losses for a batch of {count} samples; pass one per sample. "
             "A loop that fetches ahead must use with_ids=True and pass ids= to loss()."
         )
+
+
+def leading_sizes(content: Any) -> set[int]:
+    """The first sizes of the tensors of a batch."""
+    return {len(part) for part in tensors_of(content) if not part.is_nested and part.dim()}

@@ -16,11 +16,13 @@ from salience.config import SelectConfig
 from salience.errors import LossError, PluginError, StateError
 from salience.ledger import Ledger
 from salience.plan import Plan, Shard
+from salience.ranks import joined_late
 from salience.run.arrays import arrays, tensors
 from salience.run.copying import Copying
 from salience.run.course import Course
 from salience.run.deciding import Deciding, check_auto
 from salience.run.feeding import Feeding
+from salience.run.labels import Targets
 from salience.run.part import Batch, Part, Setup, Voice
 from salience.run.planning import Planning
 from salience.run.recording import Recording, check_losses
@@ -69,6 +71,8 @@ class Run:
         """Progress and metric of every validation result."""
         self._study: Study | None = None
         """What was found in the ledger when it was last looked at."""
+        self._said_length = -1, 0
+        """Window, and the number of its batches that len() gave before it was planned."""
         self._options = options or {}
         """Options of the DataLoader inside, for the rehearsal of stages."""
         self.choose_parts()
@@ -93,6 +97,11 @@ class Run:
         epoch goes on, where it is planned in pieces; else what is left of an epoch that was broken off is passed over.
         """
         course = self.course
+        if joined_late(self.setup.ranks):
+            raise StateError(
+                "This run was made before torch.distributed.init_process_group(), so every rank would train on all samples; "
+                "make it afterwards."
+            )
         if course.open and not course.pending:
             self.close()
         if not course.pending:
@@ -102,6 +111,10 @@ class Run:
             shard = self._plan(worker_seed).shard(self.setup.rank, self.setup.world)
             self._check_equal(shard.plan)
             course.begin(shard, self.planning.later(course.window, len(shard.plan)))
+            if course.window == self.setup.windows:
+                self.voice.warn_once(
+                    f"More epochs are made than epochs={self.setup.epochs}: they go on as the last one; progress stays at 1."
+                )
             self._emit_plan(shard.plan)
             self.planning.planned(shard.plan)
             self.sensing.ask_scores(shard.plan.ids, course.window)
@@ -134,6 +147,11 @@ class Run:
         course, shard = self.course, self.course.shard
         assert shard is not None
         finished = course.complete
+        if not finished and (course.window, len(course.delivered)) == self._said_length:
+            self.voice.warn_once(
+                f"The loop ended window {course.window} after {len(course.delivered)} of {len(shard)} batches, which is what "
+                "len() said before the window was planned; ask for len(loader) after iter(loader), or pass even=True."
+            )
         for part in self.parts:
             part.close(finished=finished)
         if self.setup.ranks is None:
@@ -201,7 +219,7 @@ class Run:
         self,
         losses: Tensor,
         logits: Tensor | None,
-        targets: Tensor | None,
+        targets: Targets | None,
         ids: Tensor | None,
         *,
         again: bool,
@@ -213,21 +231,38 @@ class Run:
         self.watching.steps.on_loss(losses.device)
         batch = self.recording.batch_for_loss(ids, again=again)
         kept = batch.kept
+        check_losses("loss", losses, batch, kept)
+        logits, classes, hard = self.recording.usable(batch, losses, logits, targets)
         if kept is None and self.planning.picks < 1:
-            kept = self.recording.pick("loss", batch, losses, logits, targets, share=self.planning.picks)
+            kept = self.recording.pick(batch, losses, logits, classes, share=self.planning.picks)
             losses = losses[kept]
-            logits, targets = (None if part is None else part[kept] for part in (logits, targets))
-        check_losses("loss", losses, len(batch.ids) if kept is None else len(kept))
-        logits, targets = self.recording.usable(losses, logits, targets)
+            logits, classes = (None if part is None else part[kept] for part in (logits, classes))
         self.planning.check_needs(logits=logits is not None, model=self.sensing.attached is not None)
         for part in self.parts:
             part.on_loss(batch, losses, kept)
-        self.recording.record(batch, losses, logits, targets, kept)
+        self.recording.record(batch, losses, logits, classes, kept)
         self.watching.watch.add("record", time.perf_counter() - begin)
-        self.sensing.train_proxy(batch, kept, targets)
+        self.sensing.train_proxy(batch, kept, classes if hard else None)
         return self.recording.weighted_mean(
             batch, losses, logits, kept, self.planning.robust, counts=counts, total=total
         )
+
+    def pick(
+        self,
+        losses: Tensor,
+        logits: Tensor | None,
+        targets: Targets | None,
+        *,
+        share: float | None,
+        power: float | None,
+    ) -> Tensor:
+        """Record a whole batch as seen, and choose the samples of it to train on."""
+        batch, picks = self.recording.batch_of(None), self.planning.picks
+        check_losses("pick", losses, batch, None)
+        logits, classes, _ = self.recording.usable(batch, losses, logits, targets)
+        share = (picks if picks < 1 else 0.5) if share is None else share
+        batch.kept = self.recording.pick(batch, losses, logits, classes, share=share, power=power)
+        return batch.kept
 
     def weigh(self, losses: Tensor, logits: Tensor | None, targets: Tensor | None) -> Tensor:
         """`loss` inside a compiled step: record, and return the weights that sum the losses to their weighted mean."""
@@ -238,8 +273,8 @@ class Run:
             )
         self.watching.steps.on_loss(losses.device)
         batch = self.recording.batch_for_loss(None, again=False)
-        check_losses("loss", losses, len(batch.ids))
-        logits, targets = self.recording.usable(losses, logits, targets)
+        check_losses("loss", losses, batch, None)
+        logits, targets, _ = self.recording.usable(batch, losses, logits, targets)
         self.planning.check_needs(logits=logits is not None, model=self.sensing.attached is not None)
         self.sensing.say_compiled()
         self.recording.record(batch, losses, logits, targets, None)
@@ -286,7 +321,22 @@ class Run:
         steps = {window: self.planning.steps(window) for window in range(first, first + pieces)}
         if course.open and course.shard is not None:
             steps[course.window] = len(course.shard)
+        else:
+            self._said_length = course.window, sum(steps.values())
         return sum(steps.values())
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in progress, or the next one between two epochs."""
+        return self.course.window // self.setup.pieces
+
+    @property
+    def visits_of_window(self) -> int:
+        """Visits of the window in progress, or of the next one as far as they are known, over all ranks."""
+        course = self.course
+        if course.open and course.shard is not None:
+            return len(course.shard.plan)
+        return self.planning.visits(course.window)
 
     @property
     def ends_epoch(self) -> bool:

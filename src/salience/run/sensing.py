@@ -175,7 +175,7 @@ class Sensing(Part):
             )
         try:
             with self._watch("proxy"):
-                trained = proxy.train(targets, batch.ids, kept)
+                trained = proxy.train(targets.where(targets >= 0, -100), batch.ids, kept)  # -100 is ignored
         except Exception as cause:
             proxy.close()
             self._voice.failed(f"The proxy failed and is off: {type(cause).__name__}: {cause}", cause)

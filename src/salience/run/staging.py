@@ -75,9 +75,9 @@ class Staging(Part):
     def hand_over(self, batch: Batch) -> None:
         report = batch.report
         if report is not None and self._shard is not None:
-            self.treating.take(batch.ids, self._shard.plan.level[self._shard.span(batch.number)], report)
+            self.treating.take(batch.planned_ids, self._shard.plan.level[self._shard.span(batch.number)], report)
             known = np.isfinite(report.cost_us)
-            self._ledger.cost_us[batch.ids[known]] = report.cost_us[known]
+            self._ledger.cost_us[batch.planned_ids[known]] = report.cost_us[known]
         self._handed_over = time.perf_counter()
 
     def take_back(self, batch: Batch) -> None:

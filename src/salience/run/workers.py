@@ -12,10 +12,21 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader
 
-from salience.batches import BatchEnvelope, EnvelopeCollate, EnvelopeDataset, Order, Orders, WorkerInit, integer_targets
+from salience.batches import (
+    BatchEnvelope,
+    EnvelopeCollate,
+    EnvelopeDataset,
+    Order,
+    Orders,
+    WorkerInit,
+    integer_targets,
+    taken_apart,
+    with_ids_inside,
+)  # fmt: skip
 from salience.feed.dataset import FeedCollate, SourceBatch
 from salience.plan import Shard
 from salience.run.feeding import Feeding
+from salience.run.moving import Moving
 from salience.run.part import Batch
 from salience.run.planning import Planning
 from salience.run.staging import Staging
@@ -33,26 +44,31 @@ class WorkerSource:
         options: dict[str, Any],
         *,
         with_ids: bool,
+        ids_key: str | None = None,
+        device: torch.device | None = None,
         planning: Planning,
         feeding: Feeding,
         watching: Watching,
         staging: Staging | None,
     ) -> None:
-        self._with_ids = with_ids
+        self._with_ids, self._ids_key = with_ids, ids_key
+        self.moving = None if device is None else Moving(device)
+        self._dataset = dataset
         self._planning, self._feeding, self._watching, self._staging = planning, feeding, watching, staging
         self.options = {**options, "worker_init_fn": WorkerInit(dataset, options.get("worker_init_fn"))}
-        whole: Any = collate
-        if staging is not None:
-            whole = TreatCollate(collate, staging.treating.stages[-1].label)
-        elif feeding.source is not None:
-            whole = FeedCollate(collate)
-        self._data, self._collate = (
-            EnvelopeDataset(staging.treating.staged if staging else dataset),
-            EnvelopeCollate(whole),
-        )
+        if device is not None and device.type == "cuda":
+            self.options.setdefault("pin_memory", True)
+        self._data = EnvelopeDataset(staging.treating.staged if staging else dataset)
+        self.collate, self._collate = collate, self._whole_collate(collate)
         self._orders, self._generator = Orders(), torch.Generator()
         self.inner = self._make(self.options)
         feeding.workers = self.num_workers
+
+    def _whole_collate(self, collate: Callable[[Any], Any]) -> EnvelopeCollate:
+        """The user's collate function with what stages or a Source add to it."""
+        if self._staging is not None:
+            return EnvelopeCollate(TreatCollate(collate, self._staging.treating.stages[-1].label))
+        return EnvelopeCollate(collate if self._feeding.source is None else FeedCollate(collate))
 
     def _make(self, options: dict[str, Any]) -> DataLoader[Any]:
         return DataLoader(
@@ -88,6 +104,19 @@ class WorkerSource:
         self.inner = self._make({**self.options, "num_workers": workers})
         self._feeding.workers = workers
 
+    def change(self, name: str, value: Any) -> None:
+        """Set an option of the DataLoader inside, or its collate function, from the next iter() on."""
+        if name == "collate_fn":
+            self.collate, self._collate = value, self._whole_collate(value)
+        else:
+            self.options[name] = WorkerInit(self._dataset, value) if name == "worker_init_fn" else value
+        self.inner = self._make(self.options)
+        self._feeding.workers = self.num_workers
+
+    def option(self, name: str) -> Any:
+        """An option as the user gave it."""
+        return self.options["worker_init_fn"].then if name == "worker_init_fn" else getattr(self.inner, name)
+
     @property
     def keeps_workers(self) -> bool:
         """True if worker processes, and with them their seeds, are kept from window to window."""
@@ -121,7 +150,11 @@ class WorkerSource:
         for envelope in DataLoader(
             self._data, batch_sampler=orders, collate_fn=self._collate, generator=generator, **options,  # pyright: ignore[reportArgumentType]
         ):  # fmt: skip
-            yield self.batch(envelope, window=-1).content
+            batch = self.batch(envelope, window=-1)
+            if self.moving is not None:
+                self.moving.begin(batch)
+                self.moving.finish(batch)
+            yield self.contents(batch)
 
     def batch(self, envelope: BatchEnvelope, window: int) -> Batch:
         """What arrived, taken out of its envelopes."""
@@ -134,9 +167,19 @@ class WorkerSource:
             batch.broken, batch.counts = batch.report.broken, batch.report.counts
             work = self._stage_work(batch.report.seconds.tolist(), work.get("collate", 0.0))
         batch.work = work
-        batch.hint = integer_targets(content, len(ids))
-        batch.content = (torch.from_numpy(ids.copy()), content) if self._with_ids else content
+        batch.content, batch.rows = taken_apart(content, ids, self._ids_key)
+        if batch.rows is not None:
+            batch.ids, batch.planned = ids[batch.rows], ids
+        batch.hint = integer_targets(batch.content, len(batch.ids))
         return batch
+
+    def contents(self, batch: Batch) -> Any:
+        """What the loop receives: ids, which stay on the host, with or in the batch where they were asked for."""
+        if self._with_ids:
+            return torch.from_numpy(batch.ids.copy()), batch.content
+        if self._ids_key is not None:
+            return with_ids_inside(batch.content, torch.from_numpy(batch.ids.copy()), self._ids_key)
+        return batch.content
 
     def _stage_work(self, seconds: list[float], collating: float) -> dict[str, float]:
         """Seconds that a batch cost its worker, by stage."""
@@ -161,8 +204,10 @@ class Arrivals(Iterator[Batch]):
         feed = feeding.feed
         self._break_off = None if feed is None else functools.partial(feed.break_off, feed.serial)
         self._held: deque[Batch] = deque()
+        self._copying: Batch | None = None
+        """The next batch, on its way to the device."""
         self._trouble: Exception | None = None
-        """What went wrong while a probe held batches back; raised after those."""
+        """What went wrong with a batch that comes after others that are here; raised after those."""
 
     def __next__(self) -> Batch:
         steps, probe = self._watching.steps, self._watching.probe
@@ -171,9 +216,6 @@ class Arrivals(Iterator[Batch]):
             if probe.due(steps.count):
                 self._held.extend(probe.hold(self._taken()))
         held = bool(self._held)
-        if not held and self._trouble is not None:
-            trouble, self._trouble = self._trouble, None
-            raise trouble
         batch = self._held.popleft() if held else self._take()
         if batch is None:
             self._break_off = None  # nothing is left to give up
@@ -190,7 +232,42 @@ class Arrivals(Iterator[Batch]):
             self._trouble = trouble
 
     def _take(self) -> Batch | None:
-        """The next batch; None at the window's end."""
+        """The next batch, on its device; None at the window's end."""
+        moving = self._source.moving
+        if moving is None or not moving.ahead:
+            batch = self._from_worker()
+            if moving is not None and batch is not None:
+                moving.begin(batch)
+        else:
+            batch = self._copying or self._from_worker()
+            if batch is None:
+                return None
+            if self._copying is None:
+                moving.begin(batch)
+            self._copy_next()
+            moving.finish(batch)
+        if batch is not None:
+            batch.content = self._source.contents(batch)
+        return batch
+
+    def _copy_next(self) -> None:
+        """Begin to copy the batch after the one that is delivered now."""
+        self._copying = None
+        try:
+            following = self._from_worker()
+        except Exception as trouble:
+            self._trouble = trouble
+            return
+        if following is not None:
+            assert self._source.moving is not None
+            self._source.moving.begin(following)
+            self._copying = following
+
+    def _from_worker(self) -> Batch | None:
+        """The next batch as it comes from the workers; None at the window's end."""
+        if self._trouble is not None:
+            trouble, self._trouble = self._trouble, None
+            raise trouble
         envelope = None if self._batches is None else next(self._batches, None)
         if envelope is None:
             return None
@@ -203,4 +280,4 @@ class Arrivals(Iterator[Batch]):
         break_off, self._break_off = self._break_off, None
         if break_off is not None:
             break_off()
-        self._batches = None
+        self._batches = self._copying = None

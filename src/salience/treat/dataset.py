@@ -91,8 +91,6 @@ class Treated(list[Any]):
 class StagedDataset(Dataset[Any]):
     """The data set with stages behind it, asked for a whole order at once. It holds nothing that changes with the window."""
 
-    takes_orders = True
-
     def __init__(
         self, dataset: Any, stages: Sequence[Stage], *, seed: int, strength: bool = False, slots: Slots | None = None
     ) -> None:

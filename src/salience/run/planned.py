@@ -1,0 +1,67 @@
+"""What code reads off a DataLoader as `sampler` and `batch_sampler`: the plan in progress, seen as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch.utils.data import Sampler
+
+from salience.errors import ConfigError, StateError
+from salience.plan import Shard
+from salience.run.run import Run
+
+
+class PlannedSampler(Sampler[int]):
+    """The ids of the window in progress, for this rank. The order is the plan's, so there is nothing to set."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __len__(self) -> int:
+        """Samples of the window in progress, or of the next one as far as they are known."""
+        return self._run.visits_of_window // self._run.setup.world
+
+    def __iter__(self) -> Iterator[int]:
+        shard = _planned(self._run)
+        return (i for number in range(len(shard)) for i in shard.ids(number).tolist())
+
+    def set_epoch(self, epoch: int) -> None:
+        """As `Loader.set_epoch`."""
+        check_epoch(self._run, epoch)
+
+
+class PlannedBatches(Sampler[list[int]]):
+    """The batches of ids of the window in progress, for this rank."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self.sampler = run, PlannedSampler(run)
+        self.batch_size, self.drop_last = run.setup.batch_size, run.setup.drop_last
+
+    def __len__(self) -> int:
+        return len(self._run)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        shard = _planned(self._run)
+        return (shard.ids(number).tolist() for number in range(len(shard)))
+
+    def set_epoch(self, epoch: int) -> None:
+        """As `Loader.set_epoch`."""
+        check_epoch(self._run, epoch)
+
+
+def _planned(run: Run) -> Shard:
+    if run.course.shard is None or not run.course.open:
+        raise StateError("No window is planned yet, so there are no ids to give; call iter(loader) first.")
+    return run.course.shard
+
+
+def check_epoch(run: Run, epoch: int) -> None:
+    """Accept the epoch that a framework announces; the run counts its epochs itself."""
+    if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"set_epoch() was given {epoch!r}; it must be an integer of at least 0.")
+    mine = run.epoch
+    if epoch != mine and not (run.course.open and epoch == mine + 1):  # the epoch before may not have been told its end
+        run.voice.warn_once(
+            f"set_epoch({epoch}) was called and this run is in epoch {mine}, which it counts itself: nothing was changed. "
+            "After a restart, load_state_dict() brings it to where it was."
+        )
