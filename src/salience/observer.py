@@ -103,10 +103,10 @@ class Observer:
         window = self.visits // self.n
         batch = Batch(window, self._batches, rows)
         check_losses("record", losses, batch, None)
-        logits, targets, _ = self._recording.usable(batch, losses, logits, targets)
+        logits, classes, _ = self._recording.usable(batch, losses, logits, targets)
         if window > self._window and self._setup.ranks is None:
             self.flush()
-        self._recording.recorder.record(rows, losses, logits, targets, window=window, trained=trained)
+        self._recording.recorder.record(rows, losses, logits, classes, window=window, trained=trained)
         self._recorded, self._batches = self._recorded + len(rows), self._batches + 1
 
     def forget(self, ids: Tensor | npt.ArrayLike) -> None:

@@ -15,6 +15,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import transformers
 from hf_problem import TINY, WORDS, N, Texts, arguments, make, parameters, train
+from ranks_of_two import run_two
 from transformers import BertConfig, BertForSequenceClassification, BertForTokenClassification
 
 import salience
@@ -57,9 +58,9 @@ def test_a_short_last_group_has_its_own_number_of_items(tmp_path):
     torch.testing.assert_close(parameters(groups), parameters(whole), rtol=1e-5, atol=1e-6)
 
 
-def test_two_processes_train_as_one(tmp_path, two_processes):
+def test_two_processes_train_as_one(tmp_path):
     cases = ["words:1:", "words:4:", "classes:4:default"]
-    two_processes(HERE / "hf_problem.py", str(tmp_path), *cases)
+    run_two(HERE / "hf_problem.py", tmp_path, *cases)
     for case in cases:
         task, accumulation, select = case.split(":")
         found = [torch.load(tmp_path / f"{case}:{rank}.pt", weights_only=True) for rank in range(2)]

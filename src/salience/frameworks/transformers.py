@@ -124,7 +124,7 @@ class TrainerMixin(_Trainer):
             num_update_steps_per_epoch=updates,
         )  # fmt: skip
         super()._run_epoch(**given)
-        if self.taken == length:
+        if batches.complete:
             next(batches, None)  # into its end, as a loop does that does not count
         self.taken = 0
 

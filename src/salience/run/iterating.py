@@ -105,6 +105,12 @@ class BatchIterator(Iterator[Any]):
         stale = self._serial != self._iterators.serial
         return self._arriving is not None and not self._failed and not stale and not self._iterators.run.course.pending
 
+    @property
+    def complete(self) -> bool:
+        """True once every batch of the epoch was delivered, whether or not the loop has run into the end."""
+        course = self._iterators.run.course
+        return self._ends and (course.complete or not course.open)
+
     def __next__(self) -> Any:
         if self._peeking is not None:
             return self._peek()

@@ -1,0 +1,191 @@
+"""Lightning on a Loader: every batch of every plan is trained on, checkpoints go on with the ledger, schedules end at 0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, WeightedRandomSampler
+
+pytest.importorskip("lightning")
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+from pl_problem import Module, N, data, fit
+from ranks_of_two import run_two
+
+import salience
+from salience.frameworks.lightning import DataMixin, Salience, as_loader
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec"),  # Lightning's own, with this torch
+    pytest.mark.filterwarnings("ignore:You defined a .validation_step"),
+]
+LEDGER = ("last_loss", "mean_loss", "seen", "trained", "label", "margin")
+HERE = Path(__file__).parent
+
+
+def weight(module):
+    return module.model.weight.detach()
+
+
+def by_hand(epochs, batch_size, select=None):
+    """The plain loop with a Loader."""
+    loader, module = salience.Loader(data(), batch_size, epochs=epochs, select=select), Module()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.2)
+    schedule = salience.ProgressLR(optimizer, loader, "linear")
+    for _ in range(epochs):
+        for x, y in loader:
+            logits = module.model(x)
+            loss = loader.loss(F.cross_entropy(logits, y, reduction="none"), logits, y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    return module, loader
+
+
+@pytest.mark.parametrize("select", [None, "default"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_it_trains_as_the_plain_loop_does_bit_for_bit(select, workers):
+    train = DataLoader(data(), 8, shuffle=True, num_workers=workers)
+    run, module, callback = fit(8, 8, options={"select": select}, train=train)
+    other, loader = by_hand(8, 8, select)
+    torch.testing.assert_close(weight(module), weight(other), rtol=0, atol=0)
+    for name in LEDGER:
+        np.testing.assert_array_equal(callback.loader.ledger[name], loader.ledger[name], err_msg=name)
+    assert callback.loader.visits == loader.visits == callback.loader.ledger.seen.sum()
+    assert callback.loader.progress == 1
+    assert run.lr_scheduler_configs[0].scheduler.get_last_lr() == [0.0]
+    assert run.current_epoch == 8
+
+
+def test_epochs_of_different_lengths_are_trained_to_their_end():
+    lengths = []
+
+    class Count(L.Callback):
+        def on_train_batch_start(self, trainer, module, batch, index):
+            if index == 0:
+                lengths.append(0)
+            lengths[-1] += 1
+
+    _, _, callback = fit(10, 4, options={"select": "default"}, callbacks=[Count()])
+    assert len(set(lengths)) > 1
+    assert sum(lengths) * 4 == callback.loader.visits == callback.loader.visits_expected < 10 * N
+
+
+def test_the_gradient_is_equal_at_accumulation_1_and_4():
+    """64 samples, 12 a batch: groups of 48 and of 12 + 4."""
+    _, one, _ = fit(2, 48, shape=lambda _: 1.0)
+    _, four, callback = fit(2, 12, accumulate_grad_batches=4, shape=lambda _: 1.0)
+    torch.testing.assert_close(weight(one), weight(four))
+    assert callback.loader.ledger.seen.tolist() == [2] * N
+
+
+@pytest.mark.parametrize("select", [None, "default"])
+@pytest.mark.parametrize(
+    "saving",
+    [
+        {"every_n_train_steps": 11}, {"every_n_train_steps": 8}, {"every_n_epochs": 2, "save_on_train_epoch_end": True},
+        {"every_n_epochs": 1, "save_on_train_epoch_end": False},
+    ],
+    ids=["mid-epoch", "last step of an epoch", "epoch end", "after validation"],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:.*Checkpoint directory")
+def test_a_run_resumed_from_a_checkpoint_is_the_run_that_was_not_stopped(select, saving, tmp_path):
+    def save():
+        return ModelCheckpoint(tmp_path, save_top_k=-1, **saving)
+
+    options = {"options": {"select": select, "seed": 4}, "enable_checkpointing": True}
+    run, whole, first = fit(6, 8, callbacks=[save()], **options)
+    checkpoint = sorted(tmp_path.glob("*.ckpt"), key=lambda path: int(path.stem.split("step=")[1].split("-")[0]))[0]
+    again, resumed, second = fit(6, 8, callbacks=[save()], resume=checkpoint, **options)
+    torch.testing.assert_close(weight(whole), weight(resumed), rtol=0, atol=0)
+    for name in LEDGER:
+        np.testing.assert_array_equal(first.loader.ledger[name], second.loader.ledger[name], err_msg=name)
+    assert (run.global_step, run.current_epoch) == (again.global_step, again.current_epoch)
+    assert first.loader.visits == second.loader.visits
+    assert second.loader.progress == 1
+
+
+def test_two_processes_train_as_one(tmp_path):
+    cases = ["1:", "4:", "4:default"]
+    run_two(HERE / "pl_problem.py", tmp_path, *cases)
+    for case in cases:
+        group, select = case.split(":")
+        found = [torch.load(tmp_path / f"{case}:{rank}.pt", weights_only=True) for rank in range(2)]
+        run, one, callback = fit(
+            5, 16 // int(group), options={"select": select or None}, accumulate_grad_batches=int(group)
+        )
+        torch.testing.assert_close(found[0]["parameters"], found[1]["parameters"], rtol=0, atol=0)
+        torch.testing.assert_close(found[0]["parameters"], weight(one), rtol=1e-4, atol=1e-5)
+        assert found[0]["steps"] == run.global_step
+        seen = found[0]["loader"]["parts"]["recording"]["ledger"]["seen"].numpy()
+        np.testing.assert_array_equal(seen, callback.loader.ledger.seen)
+
+
+def test_validation_is_reported():
+    heard = []
+    sink = lambda event: heard.append(event) if event["kind"] == "evaluated" else None  # noqa: E731
+    fit(3, 16, options={"monitor": "val_acc", "sinks": [sink]}, num_sanity_val_steps=1)
+    assert [round(event["progress"], 4) for event in heard] == [0.3333, 0.6667, 1]
+    assert all(0 <= event["metric"] <= 1 for event in heard)
+    fit(1, 16, options={"monitor": "val_acc", "mode": "min", "sinks": [sink]})
+    assert heard[-1]["metric"] <= 0
+    with pytest.raises(salience.ConfigError, match=r"monitor is 'loss'; validation logged \['val_acc'\]"):
+        fit(1, 16, options={"monitor": "loss"})
+
+
+def test_a_look_at_a_batch_inside_the_epoch_does_not_count():
+    class Peek(L.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, index):
+            next(iter(trainer.train_dataloader))
+
+    _, module, _ = fit(2, 16, options={"select": "default"}, callbacks=[Peek()])
+    other, _ = by_hand(2, 16, "default")
+    torch.testing.assert_close(weight(module), weight(other), rtol=0, atol=0)
+
+
+def test_limited_epochs_are_broken_off_and_the_next_one_begins():
+    _, _, callback = fit(3, 16, limit_train_batches=2)
+    assert callback.loader.visits == 3 * 2 * 16
+    assert callback.loader.epoch in (2, 3)
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(data(), 8, shuffle=True)
+
+
+def test_a_data_module_with_the_mixin_gives_the_loader_itself():
+    class Mine(DataMixin, Data):
+        salience = {"select": "default", "epochs": 3}  # noqa: RUF012
+
+    module, callback = Module(), Salience()
+    run = L.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, max_epochs=3,
+        enable_checkpointing=False, limit_val_batches=0, callbacks=[callback],
+    )  # fmt: skip
+    run.fit(module, datamodule=Mine())
+    torch.testing.assert_close(weight(module), weight(by_hand(3, 8, "default")[0]), rtol=0, atol=0)
+    with pytest.raises(salience.ConfigError, match="belong to the salience"):
+        as_loader(Mine().train_dataloader(), select="default")
+
+
+def test_what_cannot_be_planned_is_refused():
+    with pytest.raises(salience.ConfigError, match="does not shuffle"):
+        as_loader(DataLoader(data(), 8))
+    with pytest.raises(salience.ConfigError, match=r"draws its own samples \(WeightedRandomSampler"):
+        as_loader(DataLoader(data(), 8, sampler=WeightedRandomSampler([1.0] * N, N)))
+    with pytest.raises(salience.ConfigError, match="returns a list"):
+        as_loader([1, 2])
+    with pytest.raises(salience.ConfigError, match="max_steps 5"):
+        fit(-1, 8, options={"select": "default"}, max_steps=5)
+    with pytest.raises(salience.ConfigError, match="mode is 'up'"):
+        Salience(mode="up")
+    with pytest.raises(salience.ConfigError, match="no loader before"):
+        Salience().loader  # noqa: B018
