@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -87,11 +89,19 @@ def test_ratio_keeps_the_most_important_and_explores_the_rest():
     assert len(seen) == N
 
 
-def test_threshold_stays_above_it_while_it_can():
-    have = candidates()
-    draw = threshold(have, 60, np.random.default_rng(0), above=0.5)
-    assert (have.importance[draw.positions] > 0.5).all()
-    assert len(threshold(have, 150, np.random.default_rng(0), above=0.5).positions) == 150
+def test_threshold_compares_values_and_sets_its_own_budget():
+    raw = np.array([0.2, 0.9, 0.5, np.nan, 0.51, 3.0], dtype=np.float32)
+    have = Candidates(
+        view=View(Ledger(6), Clock(window=3, windows=10, keep=0.3)), ids=np.arange(6),
+        importance=np.linspace(0, 1, 6, dtype=np.float32), raw_of_all=raw,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    assert threshold(have, 2, rng, above=0.5).positions.tolist() == [1, 3, 4, 5]
+    assert threshold(have, 2, rng, above=0.9).positions.tolist() == [3, 5]
+    small = dataclasses.replace(have, raw_of_all=raw * np.float32(1e-6))
+    assert threshold(small, 2, rng, above=0.5).positions.tolist() == [3]  # scaled scores are other values
+    none = dataclasses.replace(have, raw_of_all=np.zeros(6, dtype=np.float32))
+    assert len({tuple(sorted(threshold(none, 2, rng).positions.tolist())) for _ in range(50)}) > 5
 
 
 def test_prune_rescale_drops_half_of_the_easy_ones_and_doubles_the_rest_of_them():

@@ -38,13 +38,14 @@ def ratio(candidates: Candidates, budget: int, rng: Rng, *, explore: float = 0.1
     return Draw(positions=np.concatenate((np.flatnonzero(best), choose_outside(rng, best, budget - greedy))))
 
 
+@card(exact=False)
 def threshold(candidates: Candidates, budget: int, rng: Rng, *, above: float = 0.5) -> Draw:
-    """Samples with importance over `above` at random, as many as the budget holds; filled up from below it if too few."""
-    over = candidates.importance > above
-    inside, below = np.flatnonzero(over), np.flatnonzero(~over)
-    count = min(budget, len(inside))
-    first = inside[choose(rng, len(inside), count)]
-    return Draw(positions=np.concatenate((first, below[choose(rng, len(below), budget - count)])))
+    """All samples whose score, not its rank, is over `above`: a threshold on the value, which sets its own budget.
+
+    Samples never seen are over it. Where none is, as many as the budget holds are drawn at random.
+    """
+    over = np.flatnonzero(~(candidates.raw <= above))
+    return Draw(positions=over if len(over) else choose(rng, len(candidates), budget))
 
 
 @card(unbiased=True)
