@@ -171,7 +171,7 @@ def test_profile_names_what_holds_a_script_back(script, load, loop, not_bound_by
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("print('nothing')", "made no salience.Loader"),
+        ("print('no salience')", "made no salience.Loader"),
         ("import salience\nfor _ in salience.Loader([1, 2, 3], 1): pass", "too few"),
     ],
 )
