@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import socket
+import threading
 import time
 import weakref
 import zlib
@@ -37,6 +38,8 @@ OTHER_DEADLINE = 1800.0
 """and of all other backends."""
 DEADLINE_SHARE = 0.95
 """Share of that time after which we give up, so that the message is ours."""
+SECONDS_TO_LEAVE = 5.0
+"""Seconds that ending Gloo's threads may take when the interpreter exits."""
 DATA_PARALLEL_NAMES = ("dp", "data", "data_parallel")
 """Names of the dimension of a device mesh along which samples are divided."""
 
@@ -209,6 +212,12 @@ def _leave() -> None:
     They belong to the process group: a script that ends without `destroy_process_group`, or a reference to the group that
     outlives it, leaves them running.
     """
+    ending = threading.Thread(target=_end_groups, name="salience-leave", daemon=True)
+    ending.start()
+    ending.join(SECONDS_TO_LEAVE)  # a collective that was given up may still be under way, and would be waited for
+
+
+def _end_groups() -> None:
     for ranks in list(_ALIVE):
         ranks._let_go()  # pyright: ignore[reportPrivateUsage]
     if _ALIVE and dist.is_initialized() and dist.get_backend() == "gloo":
