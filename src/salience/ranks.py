@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import socket
-import threading
 import time
 import weakref
 import zlib
@@ -38,8 +37,6 @@ OTHER_DEADLINE = 1800.0
 """and of all other backends."""
 DEADLINE_SHARE = 0.95
 """Share of that time after which we give up, so that the message is ours."""
-SECONDS_TO_LEAVE = 5.0
-"""Seconds that ending Gloo's threads may take when the interpreter exits."""
 DATA_PARALLEL_NAMES = ("dp", "data", "data_parallel")
 """Names of the dimension of a device mesh along which samples are divided."""
 
@@ -75,6 +72,8 @@ class Ranks:
         self._count = 0
         """Collectives begun so far."""
         self._store: Any = None
+        self.gave_up = False
+        """True once a collective failed or passed its deadline."""
         mine = torch.tensor([_node() if node is None else node, int.from_bytes(os.urandom(7))], dtype=torch.int64)
         seen = torch.stack(self.all_gather(mine, name="Ranks"))
         nodes = seen[:, 0].tolist()
@@ -174,6 +173,7 @@ class Ranks:
             else:
                 _wait_on_gpu(work, self.deadline)
         except RuntimeError as cause:
+            self.gave_up = True
             raise RankError(self._complaint(name)) from cause
 
     def _complaint(self, name: str) -> str:
@@ -212,12 +212,8 @@ def _leave() -> None:
     They belong to the process group: a script that ends without `destroy_process_group`, or a reference to the group that
     outlives it, leaves them running.
     """
-    ending = threading.Thread(target=_end_groups, name="salience-leave", daemon=True)
-    ending.start()
-    ending.join(SECONDS_TO_LEAVE)  # a collective that was given up may still be under way, and would be waited for
-
-
-def _end_groups() -> None:
+    if any(ranks.gave_up for ranks in _ALIVE):
+        return  # a collective is still under way, and destroying the group would wait for it
     for ranks in list(_ALIVE):
         ranks._let_go()  # pyright: ignore[reportPrivateUsage]
     if _ALIVE and dist.is_initialized() and dist.get_backend() == "gloo":
