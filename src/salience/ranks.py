@@ -72,6 +72,8 @@ class Ranks:
         self._count = 0
         """Collectives begun so far."""
         self._store: Any = None
+        self.gave_up = False
+        """True once a collective failed or passed its deadline."""
         mine = torch.tensor([_node() if node is None else node, int.from_bytes(os.urandom(7))], dtype=torch.int64)
         seen = torch.stack(self.all_gather(mine, name="Ranks"))
         nodes = seen[:, 0].tolist()
@@ -171,6 +173,7 @@ class Ranks:
             else:
                 _wait_on_gpu(work, self.deadline)
         except RuntimeError as cause:
+            self.gave_up = True
             raise RankError(self._complaint(name)) from cause
 
     def _complaint(self, name: str) -> str:
@@ -209,6 +212,8 @@ def _leave() -> None:
     They belong to the process group: a script that ends without `destroy_process_group`, or a reference to the group that
     outlives it, leaves them running.
     """
+    if any(ranks.gave_up for ranks in _ALIVE):
+        return  # a collective is still under way, and destroying the group would wait for it
     for ranks in list(_ALIVE):
         ranks._let_go()  # pyright: ignore[reportPrivateUsage]
     if _ALIVE and dist.is_initialized() and dist.get_backend() == "gloo":
