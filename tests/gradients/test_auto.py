@@ -52,7 +52,7 @@ class SlowLink(Link):
 def decided(rank: int) -> Any:
     x, y = problem(rank)
     ddp = wrapped(forward_sync_buffers=False)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=0.9)
     loader = type("Quiet", (), {"events": salience.events.EventLog(), "seed": 0, "epoch": 0})()
     handle = salience.sync(ddp, optimizer, loader, mode="auto")
     main = handle.links.main
