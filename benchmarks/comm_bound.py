@@ -290,16 +290,19 @@ def measure(nodes: int, mbit: int, quick: bool, seeds: int) -> dict[str, Any]:
                 "arm": name,
                 **options,
                 "step_ms": 1000 * seconds[i + 1],
-                "steps": reached,
+                "steps_to_target": reached,
                 "seconds": reached * seconds[i + 1],
                 "final": final,
             }
         )
     print(f"{nodes} nodes at {mbit or 'no'} Mbit/s; without exchange {1000 * seconds[0]:.1f} ms per step")
     for row in rows:
-        what = " ".join(f"{k}={v}" for k, v in row.items() if k not in ("arm", "step_ms", "steps", "seconds", "final"))
+        what = " ".join(
+            f"{k}={v}" for k, v in row.items() if k not in ("arm", "step_ms", "steps_to_target", "seconds", "final")
+        )
         print(
-            f"  {row['arm']:12} {what:28} {row['step_ms']:8.1f} ms/step  {row['steps']:7.1f} steps  {row['seconds']:7.1f} s to "
+            f"  {row['arm']:12} {what:28} {row['step_ms']:8.1f} ms/step "
+            f" {row['steps_to_target']:7.1f} steps  {row['seconds']:7.1f} s to "
             f"target  {row['final']:5.2f}% at the end"
         )
 
