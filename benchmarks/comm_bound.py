@@ -1,8 +1,8 @@
 """Over a slow link, does training with sync() reach its accuracy sooner than with PyTorch's own means? Does auto do no harm?
 
 Real processes in network namespaces, one per node, joined by a bridge in a namespace of its own; `tc tbf` caps both directions
-of every node (Linux, root). A net of about 10 MB on
-handwritten digits (scikit-learn's own), one thread per rank.
+of every node (Linux, root). A net of about 10 MB on handwritten digits (scikit-learn's own), one thread per
+rank.
 
 Baselines: plain DDP; PowerSGD as PyTorch's hook in one bucket (the best of its ranks); local steps with PyTorch's
 PeriodicModelAverager (the best of its H); and no exchange at all, which nothing can beat. Ours is the best of three modes with
@@ -10,7 +10,8 @@ their defaults but for the number of local steps.
 
 - step_vs_noop: seconds per step of ours over those without any exchange, at 100 Mbit/s.
 - time_to_accuracy_vs_*: seconds per step at the cap times steps to the target, theirs over ours. Steps to the target are
-  counted in runs without a cap (the link changes when numbers come, not which); the target is what all-reduce reaches after 70% of its steps.
+  counted in runs without a cap (the link changes when numbers come, not which); the target is what all-reduce reaches after
+  70% of its steps.
 - accuracy_gap: points that ours ends below all-reduce, in per cent.
 - auto_vs_allreduce: seconds of a run with mode="auto", its measuring included, over plain DDP, no cap, blocks by turns.
 - hierarchical_vs_flat: seconds per step of flat all-reduce over mode="hierarchical", two nodes with two ranks each, at the cap.
@@ -289,17 +290,20 @@ def measure(nodes: int, mbit: int, quick: bool, seeds: int) -> dict[str, Any]:
                 "arm": name,
                 **options,
                 "step_ms": 1000 * seconds[i + 1],
-                "steps": reached,
+                "steps_to_target": reached,
                 "seconds": reached * seconds[i + 1],
                 "final": final,
             }
         )
     print(f"{nodes} nodes at {mbit or 'no'} Mbit/s; without exchange {1000 * seconds[0]:.1f} ms per step")
     for row in rows:
-        what = " ".join(f"{k}={v}" for k, v in row.items() if k not in ("arm", "step_ms", "steps", "seconds", "final"))
+        what = " ".join(
+            f"{k}={v}" for k, v in row.items() if k not in ("arm", "step_ms", "steps_to_target", "seconds", "final")
+        )
         print(
-            f"  {row['arm']:12} {what:28} {row['step_ms']:8.1f} ms/step  {row['steps']:7.1f} steps  {row['seconds']:7.1f} s to target  "
-            f"{row['final']:5.2f}% at the end"
+            f"  {row['arm']:12} {what:28} {row['step_ms']:8.1f} ms/step "
+            f" {row['steps_to_target']:7.1f} steps  {row['seconds']:7.1f} s to "
+            f"target  {row['final']:5.2f}% at the end"
         )
 
     def best(names: tuple[str, ...]) -> dict[str, Any]:
@@ -347,7 +351,7 @@ def main() -> None:
         (flat,) = launch([job], 2, per_node=2)
         found["hierarchical_vs_flat"] = flat[0] / flat[1]
         print(
-            f"2 nodes with 2 ranks each at 100 Mbit/s: flat {1000 * flat[0]:.0f} ms, hierarchical {1000 * flat[1]:.0f} ms per step"
+            f"2 nodes with 2 ranks each at 100 Mbit/s: flat {1000 * flat[0]:.0f} ms, hierarchical {1000 * flat[1]:.0f} ms"
         )
     if options.full:
         for nodes, mbit in ((2, 1000), (4, 100), (4, 1000)):

@@ -4,7 +4,7 @@
     then        8 steps with gradients in one piece after the backward pass: how long the link takes, and the rest of a step
     then        a prediction for each mode; one that promises less than 1.05 times the speed is not tried
     then        two to four pairs of blocks of steps, plain and with the mode; kept if surely more than 1.02 times as fast
-    from then   every 64 steps the link is timed; if it has become half or twice as fast, all of this starts again
+    from then   every 64 steps the link is timed; if it stays half or twice as fast for five steps, all of this starts again
 
 All ranks decide alike, from the means of what they measured. Lossy modes are said to be lossy when they are tried, and are
 given up for good when two validation results in a row are below the best one from before.
@@ -36,6 +36,8 @@ WORTH, KEEP, HOPELESS, CHANGED = 1.05, 1.02, 1 / 1.1, 2.0
 """Speed-ups worth a trial, needed to stay, and that end a trial at once; change of the link after which all starts again."""
 PROBE = 1 << 17
 """Bytes of the message that times the link."""
+DOUBTS = 4
+"""Looks in a row at a changed link before it is believed."""
 CANDIDATES = ("bf16", "lowrank", "topk", "local")
 """Modes that are tried, the mildest first."""
 
@@ -93,6 +95,8 @@ class Chooser:
         self._plain = self.handle.traffic.exchange
         whole = Whole(self.handle.links.main, overlap=False)
         self._timed = Timed(whole if self.handle.links.nodes is None else self._plain)
+        self._doubts = 0
+        """Looks in a row at which the link seemed to have changed."""
         self._seconds: list[float] = []
         self._sending: list[float] = []
         self._since = time.perf_counter()
@@ -111,7 +115,7 @@ class Chooser:
             if self._step == SKIP + MEASURE:
                 self.handle.traffic.exchange = self._plain
                 self._decide()
-        elif self._step > SKIP and self._step % CHECK_EVERY == 0:
+        elif self._step > SKIP and (self._step % CHECK_EVERY == 0 or self._doubts):
             self._look()
         self._since = time.perf_counter()
 
@@ -202,7 +206,11 @@ class Chooser:
             self.refused.append(self.adopted)
             self._below = 0
             self._restart()
-        elif not 1 / CHANGED < now / max(self._link, 1e-9) < CHANGED:
+        elif 1 / CHANGED < now / max(self._link, 1e-9) < CHANGED:
+            self._doubts = 0
+        elif self._doubts < DOUBTS:
+            self._doubts += 1  # a busy moment; ask again after the next step
+        else:
             text = f"{PROBE // 1024} kB take {1000 * now:.1f} ms instead of {1000 * self._link:.1f}, so all is measured again"
             self._tell("undo" if self.adopted else "skip", self.adopted or "allreduce", reason=text)
             self._restart()

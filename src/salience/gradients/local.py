@@ -37,6 +37,10 @@ class Averager(Protocol):
         """Raise where ranks have come to different parameters. Collective."""
         ...
 
+    def mean(self, vector: Tensor) -> Tensor:
+        """The plain mean over all ranks. Collective."""
+        ...
+
     def leave(self) -> None: ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -104,11 +108,22 @@ class Local:
         self._thread.submit(self.averager.check, digest).result()
 
     def leave(self) -> None:
-        """Average, and let DDP exchange gradients again."""
+        """Average, the optimizer's own tensors too, and let DDP exchange gradients again.
+
+        With other momentum on each rank, equal gradients would drive equal parameters apart.
+        """
         self.average()
+        kept = [value for one in self._states() for _, value in sorted(one.items()) if _is_moment(value)]
+        if kept:
+            split(self._thread.submit(self.averager.mean, join(kept)).result(), kept)
         self.averager.leave()
         self._silence.close()
         self._thread.shutdown()
+
+    def _states(self) -> list[dict[str, Any]]:
+        """The optimizer's state of each parameter, in the order of its groups."""
+        of = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return [self.optimizer.state[p] for p in of if p in self.optimizer.state]
 
     def _first_anchor(self) -> Tensor:
         """Parameters, which are equal on all ranks, and zeros for buffers, which need not be."""
@@ -156,3 +171,8 @@ class Local:
             self.velocity = state["velocity"].to(self.anchor.device)
         if residuals:
             self.averager.load_state_dict(state["averager"])
+
+
+def _is_moment(value: Any) -> bool:
+    """A tensor that gathers gradients, as opposed to a counter."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0

@@ -78,6 +78,11 @@ class GroupedAverager:
         if self.across is not None:
             self.across.check(digest)
 
+    def mean(self, vector: Tensor) -> Tensor:
+        if self.across is not None:
+            self.across.mean(vector.mul_(self.nodes.weight))
+        return self.nodes.beside.broadcast(vector)
+
     def leave(self) -> None:
         """Nothing runs beside it."""
 

@@ -167,6 +167,9 @@ class Quorum:
                 for update in updates:
                     dist.send(update, group=self.link.group, group_dst=one)
 
+    def mean(self, vector: Tensor) -> Tensor:
+        return self.link.mean(vector)
+
     def check(self, digest: int) -> None:
         check_equal(self.link, digest)
 
