@@ -32,9 +32,10 @@ def data() -> TensorDataset:
 def work(rank: int, port: int, out: str, select: str | None, mode: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
+    early = salience.Loader(data(), 16, epochs=EPOCHS, with_ids=True) if mode == "early" else None
     dist.init_process_group("gloo", rank=rank, world_size=2)
     try:
-        loader = salience.Loader(data(), 16, epochs=EPOCHS, select=select, with_ids=True)
+        loader = early or salience.Loader(data(), 16, epochs=EPOCHS, select=select, with_ids=True)
         model = make_model()
         ddp = DistributedDataParallel(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -117,3 +118,8 @@ def test_trouble_on_one_rank_stops_both(tmp_path):
     assert all("Misattributed" in error for error in errors)
     assert "Another rank" in errors[0]
     assert "with_ids" in errors[1]
+
+
+def test_a_loader_made_before_the_process_group_is_refused(tmp_path):
+    errors = run(tmp_path, None, mode="early")
+    assert all("made before torch.distributed.init_process_group()" in error for error in errors)

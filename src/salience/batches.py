@@ -214,10 +214,13 @@ def integer_targets(batch: Any, count: int) -> Tensor | None:
         parts = cast("Sequence[Any]", batch)
     else:
         return None
-    found = [part for part in parts if isinstance(part, Tensor) and part.dtype in INTEGERS and _is_row(part, count)]
-    return found[0] if len(found) == 1 else None
-
-
-def _is_row(part: Tensor, count: int) -> bool:
-    """True for a plain tensor [count]; nested and sparse ones have no such shape."""
-    return not part.is_nested and part.layout == torch.strided and part.shape == (count,)
+    found: Tensor | None = None
+    for part in parts:
+        if not isinstance(part, Tensor) or part.dtype not in INTEGERS:
+            continue
+        if part.is_nested or part.layout != torch.strided or part.shape != (count,):  # nested ones have no such shape
+            continue
+        if found is not None:
+            return None
+        found = part
+    return found

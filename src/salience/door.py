@@ -103,7 +103,7 @@ class Door:
 
     def __iter__(self) -> BatchIterator:
         """The batches of the next epoch. It is used up once a batch is taken from it."""
-        return self._iterators.iterate()
+        return BatchIterator(self._iterators)
 
     def __len__(self) -> int:
         """Batches of the epoch in progress, or of the next one; exact once iter() was called, if it is planned at once."""

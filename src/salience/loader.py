@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NoReturn
 
@@ -30,6 +30,7 @@ from salience.report.sinks import Sink
 from salience.run.deciding import Deciding, cores_of, first_cache
 from salience.run.feeding import Feeding
 from salience.run.iterating import BatchIterator
+from salience.run.moving import Moving
 from salience.run.part import Setup
 from salience.run.planned import PlannedBatches, PlannedSampler
 from salience.run.selection import Select
@@ -170,7 +171,8 @@ class Loader(Door, Generic[T]):
             treating = Treating(dataset, stages, optional or Treat.of(treat), seed=seed, workers=workers, ranks=ranks)
             staging = Staging(parts.voice, parts.recording.ledger, parts.watching.watch, treating, optional=optional)
         source = WorkerSource(
-            dataset, collate_fn or default_collate, dataloader, with_ids=with_ids, ids_key=ids_key, device=self.device,
+            dataset, collate_fn or default_collate, dataloader, with_ids=with_ids, ids_key=ids_key,
+            moving=None if self.device is None else Moving(self.device, ahead=workers > 0 or not _has_state(dataset)),
             planning=parts.planning, feeding=feeding, watching=parts.watching, staging=staging,
         )  # fmt: skip
         parts.watching.profile(workers, source.ahead)
@@ -193,11 +195,32 @@ class Loader(Door, Generic[T]):
     def __iter__(self) -> BatchIterator:
         """One epoch: batches as the user's collate made them, or `(ids, batch)` with `with_ids`."""
         now = _length(self.dataset)
-        if now != self.n:
+        if now != self._run.setup.n:
             raise DataError(
                 f"The data set had {self.n} samples and now has {now}; make a new Loader when the data set changes."
             )
         return super().__iter__()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on as if never stopped. With several ranks, every rank must call it.
+
+        A data set that has `state_dict` and `load_state_dict` of its own is saved with it, unless worker processes read it.
+        """
+        state = super().state_dict()
+        if _has_state(self.dataset) and self.num_workers == 0:
+            state["dataset"] = self.dataset.state_dict()
+        elif _has_state(self.dataset):
+            self._run.voice.warn_once(
+                "The data set has a state of its own, and it is the worker processes that change theirs: it is not saved. Use "
+                "num_workers=0, or a data set whose samples depend on their index alone."
+            )
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict()` was taken: the next iteration delivers the rest of that window."""
+        super().load_state_dict(state)
+        if "dataset" in state and _has_state(self.dataset):
+            self.dataset.load_state_dict(state["dataset"])
 
     # --- what else code reads off a DataLoader, or sets on it ---
 
@@ -261,6 +284,11 @@ def _with_reading(dataset: Any, options: dict[str, Any]) -> tuple[Any, ReadingOp
 def _scorer(source: WorkerSource, setup: Setup, model: nn.Module, device: torch.device | str) -> Scorer:
     collate = EnvelopeCollate(source.collate)
     return Scorer(model, source.inner.dataset, collate, n=setup.n, batch_size=setup.batch_size, device=device)
+
+
+def _has_state(dataset: Any) -> bool:
+    """True for what torch calls Stateful, by both of its methods."""
+    return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _length(dataset: Any) -> int:

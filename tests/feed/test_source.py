@@ -309,6 +309,8 @@ def test_a_broken_sample_is_stood_in_for_by_its_class_with_weight_0(shard_folder
     losses = torch.rand(N)
     left = torch.arange(N) != at
     assert torch.allclose(loader.loss(losses), losses[left].sum() / N)
+    seen = loader.ledger.seen
+    assert (seen[30], seen.sum()) == (0, N - 1), "the loss of a stand-in says nothing of the sample it stands for"
     [event] = [event for event in loader.events.recent if event["kind"] == "broken"]
     assert (event["id"], event["name"]) == (30, "0030.bin")
     assert "checksum" in event["reason"]

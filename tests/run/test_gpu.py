@@ -56,3 +56,41 @@ def test_a_loss_through_loader_waits_for_nothing_and_records_what_the_cpu_record
         torch.from_numpy(host.last_loss), torch.from_numpy(device.last_loss), rtol=1e-4, atol=1e-5
     )
     assert (host.seen == device.seen).all()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_moved_ahead_are_whole_and_come_from_pinned_memory(workers: int):
+    x, y = data()
+    plain = list(salience.Loader(TensorDataset(x, y), SIZE))
+    loader = salience.Loader(TensorDataset(x, y), SIZE, device="cuda", num_workers=workers, with_ids=True)
+    assert loader.pin_memory
+    seen = []
+    for ids, (a, b) in loader:
+        assert a.is_cuda
+        assert b.is_cuda
+        assert not ids.is_cuda
+        torch.randn(1 << 20, device="cuda").square_()  # something that takes memory while the next batch is copied
+        seen.append((a.clone(), b.clone()))
+        loader.loss(a.sum(1), targets=b, ids=ids)
+    for (a, b), (c, d) in zip(plain, seen, strict=True):
+        assert torch.equal(a, c.cpu())
+        assert torch.equal(b, d.cpu())
+    assert (loader.ledger.seen == 1).all()
+
+
+@pytest.mark.parametrize("ignored", [-100, -1, 255])
+def test_targets_without_a_class_trip_no_device_assert(ignored: int):
+    x, y = data()
+    y[::3] = ignored
+    net = torch.nn.Linear(16, 4).cuda()
+    loader = salience.Loader(TensorDataset(x, y), SIZE, device="cuda")
+    for a, b in loader:
+        logits = net(a)
+        losses = F.cross_entropy(logits, b, reduction="none", ignore_index=ignored)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            loader.loss(losses, logits, b)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert (loader.ledger.label[::3] == -1).all()
+    assert (loader.ledger.label[1::3] >= 0).all()

@@ -105,12 +105,6 @@ class Ledger:
         wrong = (known != targets) & (known >= 0)
         if wrong.any():
             first = int(np.flatnonzero(wrong)[0])
-            if np.array_equal(np.sort(known), np.sort(targets)):
-                raise Misattributed(
-                    f"Losses were recorded for the wrong samples: {int(wrong.sum())} of {len(ids)} targets are the right "
-                    "classes in another order. Pass them in the order of the batch; a collate function that reorders samples "
-                    "must return salience.Collated(batch, positions)."
-                )
             raise Misattributed(
                 f"Losses were recorded for the wrong samples: {int(wrong.sum())} of {len(ids)} targets differ from the "
                 f"classes known for these ids (sample {int(ids[first])}: class {int(known[first])}, now "

@@ -76,7 +76,7 @@ class Course:
         """Sample visits made so far, over all ranks."""
         if not self.open or self.shard is None:
             return self._visited
-        return self._visited + sum(int(self.shard.global_sizes[number]) for number in self.delivered)
+        return self._visited + int(self.shard.global_sizes[list(self.delivered)].sum())
 
     @property
     def progress(self) -> float:

@@ -46,10 +46,6 @@ class Iterators:
         self._counts: weakref.ref[BatchIterator] | None = None
         self._peeks = 0
 
-    def iterate(self) -> BatchIterator:
-        """An iterator over the next window."""
-        return BatchIterator(self)
-
     def other(self, one: BatchIterator) -> BatchIterator | None:
         """Another iterator whose batches count and that is still referenced."""
         found = None if self._counts is None else self._counts()

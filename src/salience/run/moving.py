@@ -41,18 +41,15 @@ def tensors_of(content: Any) -> Iterator[Tensor]:
 class Moving:
     """Copies batches to one device. On CUDA the copies run on a stream of their own."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, ahead: bool = True) -> None:
         self.device = device
+        self.ahead = ahead and device.type == "cuda"
+        """True if a batch is copied while the loop works on the one before."""
         self._stream: torch.cuda.Stream | None = None
-
-    @property
-    def ahead(self) -> bool:
-        """True if a batch should be copied while the loop works on the one before."""
-        return self.device.type == "cuda"
 
     def begin(self, batch: Batch) -> None:
         """Begin to copy a batch."""
-        if not self.ahead:
+        if self.device.type != "cuda":
             batch.content = moved(batch.content, self.device)
             return
         self._stream = self._stream or torch.cuda.Stream(self.device)

@@ -95,8 +95,9 @@ class Planning(Part):
                 batch_size=setup.global_batch, world=setup.world, seed=setup.seed, drop_last=setup.drop_last,
                 steered=self._share, copies=copies, stock=stock,
             )  # fmt: skip
-            if self._even:
-                plan = of_steps(plan, self.steps(window), generator(setup.seed, EVEN, window))
+            short = setup.drop_last and len(plan) < plan.batch_size  # nothing would be left of it
+            if self._even or short:
+                plan = of_steps(plan, 1 if short else self.steps(window), generator(setup.seed, EVEN, window))
         elif isinstance(self.config, Trace):
             plan = self.config.read(window)
         else:

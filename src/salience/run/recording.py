@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -46,7 +47,7 @@ class _Visits:
     """Batch -> positions of its rows among its planned samples, where a collate function changed them."""
     stand_ins: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     """Batch -> rows where another sample stands in for a broken one."""
-    latest: deque[int] = field(default_factory=lambda: deque[int](maxlen=MAX_BATCHES_AHEAD))
+    latest: deque[int] = field(default_factory=functools.partial(deque[int], maxlen=MAX_BATCHES_AHEAD))
     """The batches delivered last: a loss that comes with its ids is mostly of one of them."""
     weights: dict[torch.device, Tensor] = field(default_factory=dict[torch.device, Tensor])
 

@@ -16,7 +16,7 @@ from salience.config import SelectConfig
 from salience.errors import LossError, PluginError, StateError
 from salience.ledger import Ledger
 from salience.plan import Plan, Shard
-from salience.ranks import joined_late
+from salience.ranks import Ranks, joined_late
 from salience.run.arrays import arrays, tensors
 from salience.run.copying import Copying
 from salience.run.course import Course
@@ -109,15 +109,21 @@ class Run:
                 course.window += -course.window % self.setup.pieces
             self._prepare()
             shard = self._plan(worker_seed).shard(self.setup.rank, self.setup.world)
-            self._check_equal(shard.plan)
+            if self.setup.ranks is not None:
+                self._check_equal(shard.plan, self.setup.ranks)
             course.begin(shard, self.planning.later(course.window, len(shard.plan)))
+            if not len(shard):
+                self.voice.warn_once(
+                    f"drop_last leaves no batch: there are {len(shard.plan)} samples and a batch has {shard.plan.batch_size}."
+                )
             if course.window == self.setup.windows:
                 self.voice.warn_once(
                     f"More epochs are made than epochs={self.setup.epochs}: they go on as the last one; progress stays at 1."
                 )
             self._emit_plan(shard.plan)
             self.planning.planned(shard.plan)
-            self.sensing.ask_scores(shard.plan.ids, course.window)
+            if self.sensing.scorer is not None:
+                self.sensing.ask_scores(shard.plan.ids, course.window)
         elif self.planning.redraws and self.staging is None and not course.resumed:
             self.planning.order.unused(workers=workers)  # as a DataLoader, whose every iter() draws
             course.replace(self._plan(worker_seed).shard(self.setup.rank, self.setup.world))
@@ -193,11 +199,8 @@ class Run:
             )
         return plan
 
-    def _check_equal(self, plan: Plan) -> None:
+    def _check_equal(self, plan: Plan, ranks: Ranks) -> None:
         """Every rank has made the plan for itself: stop all ranks if the plans differ."""
-        ranks = self.setup.ranks
-        if ranks is None:
-            return
         digest = zlib.crc32(plan.weights.tobytes(), zlib.crc32(plan.ids.tobytes()))
         found = [ours for (ours,) in ranks.gather_objects([digest])]
         if len(set(found)) > 1:
@@ -208,10 +211,13 @@ class Run:
 
     def flush(self) -> None:
         """Enter what was recorded into the ledger; collective where there are several ranks."""
-        self.sensing.take()
+        senses = self.sensing.in_use
+        if senses:
+            self.sensing.take()
         with self.watching.watch("flush"):
             self.recording.flush(self.course.window)
-            self.sensing.flush()
+            if senses:
+                self.sensing.flush()
 
     # --- a loss ---
 
@@ -242,7 +248,8 @@ class Run:
             part.on_loss(batch, losses, kept)
         self.recording.record(batch, losses, logits, classes, kept)
         self.watching.watch.add("record", time.perf_counter() - begin)
-        self.sensing.train_proxy(batch, kept, classes if hard else None)
+        if self.sensing.proxy is not None:
+            self.sensing.train_proxy(batch, kept, classes if hard else None)
         return self.recording.weighted_mean(
             batch, losses, logits, kept, self.planning.robust, counts=counts, total=total
         )
@@ -368,8 +375,9 @@ class Run:
         return "\n\n".join([text, *filter(None, (part.report() for part in self.parts))])
 
     def _look_for_copies(self, *, last: bool = False) -> None:
-        with self.watching.watch("copies"):
-            self.copying.look(self.recording.ledger, self.course.window, last=last)
+        if self.copying.search is not None:
+            with self.watching.watch("copies"):
+                self.copying.look(self.recording.ledger, self.course.window, last=last)
 
     def _emit_plan(self, plan: Plan) -> None:
         self.events.emit(

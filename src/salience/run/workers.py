@@ -45,18 +45,18 @@ class WorkerSource:
         *,
         with_ids: bool,
         ids_key: str | None = None,
-        device: torch.device | None = None,
+        moving: Moving | None = None,
         planning: Planning,
         feeding: Feeding,
         watching: Watching,
         staging: Staging | None,
     ) -> None:
         self._with_ids, self._ids_key = with_ids, ids_key
-        self.moving = None if device is None else Moving(device)
+        self.moving = moving
         self._dataset = dataset
         self._planning, self._feeding, self._watching, self._staging = planning, feeding, watching, staging
         self.options = {**options, "worker_init_fn": WorkerInit(dataset, options.get("worker_init_fn"))}
-        if device is not None and device.type == "cuda":
+        if moving is not None and moving.device.type == "cuda":
             self.options.setdefault("pin_memory", True)
         self._data = EnvelopeDataset(staging.treating.staged if staging else dataset)
         self.collate, self._collate = collate, self._whole_collate(collate)
@@ -87,7 +87,7 @@ class WorkerSource:
 
     @property
     def has_workers(self) -> bool:
-        return self.num_workers > 0
+        return self.inner.num_workers > 0
 
     @property
     def ahead(self) -> int:
@@ -238,6 +238,7 @@ class Arrivals(Iterator[Batch]):
             batch = self._from_worker()
             if moving is not None and batch is not None:
                 moving.begin(batch)
+                moving.finish(batch)
         else:
             batch = self._copying or self._from_worker()
             if batch is None:
@@ -272,7 +273,8 @@ class Arrivals(Iterator[Batch]):
         if envelope is None:
             return None
         batch = self._source.batch(envelope, self._window)
-        self._feeding.arrived(batch)
+        if self._feeding.feed is not None:
+            self._feeding.arrived(batch)
         return batch
 
     def close(self) -> None:
