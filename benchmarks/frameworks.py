@@ -1,7 +1,8 @@
 """What does each adapter cost, and does it train the same?
 
 Question: a Loader that observes under Lightning, Hugging Face's Trainer and Accelerate, against the framework's own loop over a
-`DataLoader` with the same data, model and batch size. Seconds are of whole runs, interleaved, the median of pairs of runs.
+`DataLoader` with the same data, model and batch size. Seconds are processor seconds of whole runs (one thread,
+no workers: all the work is in them, and other jobs of the machine are not), interleaved; ratios are medians over pairs of runs.
 Bars: ratio at most 1.02; every sample visited exactly once per epoch; accuracy within the spread that another order of the same
 samples makes. Against us: models so small that a step takes milliseconds make any constant cost large.
 
@@ -57,7 +58,7 @@ def accuracy(model: nn.Module, data: TensorDataset) -> float:
 
 
 Result = tuple[float, float, list[int]]
-"""Seconds, accuracy, and how often each sample was visited (empty for the framework's own loop)."""
+"""Processor seconds, accuracy, and how often each sample was visited (empty for the framework's own loop)."""
 
 
 class Module(L.LightningModule):
@@ -82,9 +83,9 @@ def under_lightning(ours: bool, epochs: int, n: int) -> Result:
         max_epochs=epochs, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=[callback] if ours else [],
     )  # fmt: skip
-    begin = time.perf_counter()
+    begin = time.process_time()
     trainer.fit(module, DataLoader(data, BATCH, shuffle=True, generator=torch.Generator().manual_seed(0)))
-    seconds = time.perf_counter() - begin
+    seconds = time.process_time() - begin
     return seconds, accuracy(module.net, data), callback.loader.ledger.seen.tolist() if ours else []
 
 
@@ -94,7 +95,7 @@ def under_accelerate(ours: bool, epochs: int, n: int) -> Result:
     generator = torch.Generator().manual_seed(0)
     loader: Any = salience.Loader(data, BATCH) if ours else DataLoader(data, BATCH, shuffle=True, generator=generator)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    begin = time.perf_counter()
+    begin = time.process_time()
     for _ in range(epochs):
         for x, y in loader:
             logits = model(x)
@@ -102,7 +103,7 @@ def under_accelerate(ours: bool, epochs: int, n: int) -> Result:
             accelerator.backward(loader.loss(losses, logits, y) if ours else losses)
             optimizer.step()
             optimizer.zero_grad()
-    seconds = time.perf_counter() - begin
+    seconds = time.process_time() - begin
     return seconds, accuracy(model, data), loader.ledger.seen.tolist() if ours else []
 
 
@@ -129,9 +130,9 @@ def under_transformers(ours: bool, epochs: int, n: int) -> Result:
         )  # fmt: skip
         trainer = (Trainer if ours else transformers.Trainer)(model, args, train_dataset=data)
         trainer.log = lambda *_, **__: None
-        begin = time.perf_counter()
+        begin = time.process_time()
         trainer.train()
-        seconds = time.perf_counter() - begin
+        seconds = time.process_time() - begin
     model.eval()
     with torch.no_grad():
         right = float((model(data.words).logits.argmax(1) == data.words[:, 0] % 2).float().mean())
