@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow lint redis chromium bench clean
+.PHONY: demo test test-slow lint redis chromium bench docs package clean
 
 demo: $(VENV)/.demo
 	$(BIN)/salience demo
@@ -39,6 +39,16 @@ chromium:
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/overhead.py --quick
 
+# The site, in site/; links that lead nowhere are errors.
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Wheel and sdist, checked as an index would.
+package: $(VENV)/.dev
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/twine check --strict dist/*
+
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "salience needs Python 3.11 or newer; set PYTHON=python3.11"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { echo "python3-venv is missing; trying to install it"; rm -rf $(VENV); apt-get install -y python3-venv && $(PYTHON) -m venv $(VENV); }
@@ -54,4 +64,4 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .coverage* src/*.egg-info
+	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .coverage* src/*.egg-info

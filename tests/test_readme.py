@@ -109,7 +109,12 @@ def one_rank(monkeypatch):
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
-def test_python_blocks_run(block, problem, tmp_path, monkeypatch, one_rank):
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec")  # Lightning's own
+def test_python_blocks_run(block, problem, tmp_path, monkeypatch, request):
+    if "init_process_group" in block.text:
+        request.getfixturevalue("one_rank")
+    for package in {"lightning", "transformers", "accelerate", "datasets"} & set(re.findall(r"\w+", block.text)):
+        require(importlib.util.find_spec(package) is not None, package)
     if "glyphs" in block.text:
         require(importlib.util.find_spec("PIL") is not None, "Pillow")
     monkeypatch.chdir(tmp_path)
