@@ -161,14 +161,14 @@ class Training:
 
     def _make_loader(self, *, fresh: bool) -> Loader:
         config = self.config
-        log = EventLog(self.folder / checkpoint.LOG if self.rank == 0 else None)
-        log.listen(_say_trouble)
-        logging.getLogger("salience").addHandler(logging.NullHandler())  # warnings are said above, not again to stderr
         known = ledgers.load(checkpoint.ledger_file(config.ledger)) if config.ledger and fresh else None
         if known is not None and known.n == len(self.data) and _differ(known.label, self.data.labels):
             raise StateError(
                 f"The ledger {config.ledger!r} has other classes for these images; it is of another data set."
             )
+        log = EventLog(self.folder / checkpoint.LOG if self.rank == 0 else None)
+        log.listen(_say_trouble)
+        logging.getLogger("salience").addHandler(logging.NullHandler())  # warnings are said above, not again to stderr
         # Crops and flips are drawn for whole batches, on the device; so decoded images are what can be kept.
         stages = {"augment": [Stage(torch.from_numpy, random=False, name="tensor")], "treat": config.treat}
         loader = Loader(

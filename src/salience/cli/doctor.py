@@ -34,6 +34,10 @@ EXTRAS = (
     Extra("tensorboard", "tensorboard", "the sink tensorboard:FOLDER"),
     Extra("wandb", "wandb", "the sink wandb:PROJECT"),
     Extra("mlflow-skinny", "mlflow", "the sink mlflow:URI"),
+    Extra("lightning", "lightning", "`salience.frameworks.lightning`"),
+    Extra("transformers", "transformers", "`salience.frameworks.transformers`"),
+    Extra("accelerate", "accelerate", "loops of Accelerate, and `salience.frameworks.transformers`"),
+    Extra("datasets", "datasets", "data sets of Hugging Face"),
 )
 """The optional packages of pyproject.toml; a test compares."""
 SMALL_SHM = 1 << 30
