@@ -396,9 +396,11 @@ class Run:
 
     def _mean_loss(self) -> float | None:
         """Mean loss of the samples visited in this window; None where it is not known yet, as on several ranks."""
+        if self.setup.ranks is not None:
+            return None
         ledger = self.recording.ledger
         visited = (ledger.last_seen == self.course.window) & np.isfinite(ledger.last_loss)
-        if self.setup.ranks is not None or not visited.any():
+        if not visited.any():
             return None
         return float(ledger.last_loss[visited].mean(dtype=np.float64))
 

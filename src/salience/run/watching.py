@@ -65,6 +65,8 @@ class Watching(Part):
 
 def open_sinks(setup: Setup, voice: Voice, sinks: Sequence[str | Sink]) -> None:
     """Have the event log feed `sinks`, on rank 0; one that cannot be opened stops all ranks."""
+    if isinstance(sinks, str):
+        raise ConfigError(f"sinks is {sinks!r}; it must be a list: sinks=[{sinks!r}].")
     trouble: Exception | None = None
     try:
         for given in sinks if setup.rank == 0 else ():
