@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import salience
 from salience.errors import ConfigError, DataError, LossError, Misattributed, StateError
-from salience.run.moving import moved
+from salience.run.moving import can_be_copied_beside, moved, tensors_of
 
 N = 100
 DICTS = [{"x": float(i), "y": i % 3} for i in range(N)]
@@ -174,6 +174,23 @@ def test_batches_are_moved_whatever_holds_their_tensors():
     assert (got["a"][1][1], got["d"].y, got["e"].where, got["f"]) == ("word", 3, "meta", None)
     assert type(got["b"]) is collections.OrderedDict
     assert type(got["d"]) is Pair
+
+
+def test_mappings_of_every_type_are_moved_and_keep_their_type():
+    x = torch.zeros(2)
+    for batch in (collections.defaultdict(list, a=x), collections.UserDict(a=x)):
+        got = moved(batch, torch.device("meta"))
+        assert type(got) is type(batch)
+        assert got["a"].device.type == "meta"
+        assert batch["a"] is x
+        assert list(tensors_of(got)) == [got["a"]]
+
+
+def test_an_object_that_hides_its_tensors_is_not_copied_beside_the_loop():
+    """Nobody could tell the allocator that the loop still reads their memory."""
+    x = torch.zeros(2)
+    assert can_be_copied_beside({"a": [x, Pair(x, 3)], "b": collections.UserDict(c=x), "d": "word"})
+    assert not can_be_copied_beside([x, {"a": Own(x)}])
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import threading
 from collections import deque
 
@@ -362,6 +363,30 @@ def test_losses_that_are_not_finite_are_reported(problem):
 def test_arguments_that_make_no_sense_say_what_to_use(problem, more, says):
     with pytest.raises(ConfigError, match=says):
         salience.Loader(problem, **more)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"epochs": 2.5}, "epochs is 2.5; it must be an integer"),
+        ({"epochs": "3"}, "epochs is '3'; it must be an integer"),
+        ({"seed": None}, "seed is None; it must be an integer"),
+        ({"window": 1.5}, "window is 1.5; write a number of samples"),
+        ({"device": "gpu"}, "device is 'gpu'; it must be"),
+        ({"sinks": "tensorboard:x"}, "sinks is 'tensorboard:x'; it must be a list"),
+        ({"sinks": [3]}, "A sink is 3; it must be"),
+        ({"shufle": True}, "Did you mean 'shuffle'"),
+    ],
+)
+def test_arguments_of_the_wrong_type_are_named(problem, more, says):
+    with pytest.raises(salience.ConfigError, match=re.escape(says)):
+        salience.Loader(problem, 10, **more)
+
+
+def test_a_report_that_cannot_be_written_says_where(problem, tmp_path):
+    loader = salience.Loader(problem, 10)
+    with pytest.raises(salience.StateError, match=r"cannot be written to .*: No such file or directory"):
+        loader.report(tmp_path / "missing" / "report.html")
 
 
 def test_data_sets_that_cannot_be_used_are_refused(problem):

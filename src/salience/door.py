@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from salience.errors import LossError, MissingExtra
+from salience.errors import LossError, MissingExtra, StateError
 from salience.events import EventLog
 from salience.files import write_text
 from salience.ledger import Ledger
@@ -371,7 +371,13 @@ class Door:
         """
         text = self._run.report(self._class_names(classes), local=local)
         if path is not None and self._run.setup.rank == 0:
-            write_text(path, self._page(names, classes))
+            page = self._page(names, classes)
+            try:
+                write_text(path, page)
+            except OSError as cause:
+                raise StateError(
+                    f"The report cannot be written to {str(path)!r}: {cause.strerror or cause}; choose another file."
+                ) from cause
         return text
 
     def _repr_html_(self) -> str | None:

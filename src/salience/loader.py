@@ -155,7 +155,7 @@ class Loader(Door, Generic[T]):
         )  # fmt: skip
         chooser = Auto(auto, baseline, epochs=epochs, policy=policy) if auto else None
         self.dataset, self.with_ids, self.ids_key, self.generator = dataset, with_ids, ids_key, generator
-        self.device = None if device is None else torch.device(device)
+        self.device = None if device is None else _device(device)
         ranks, workers = parts.setup.ranks, dataloader.get("num_workers", 0)
         feeding = Feeding(parts.setup, parts.voice, dataset, reading)
         adopted = 0 if reading.cached else first_cache(chooser, feeding.source, ranks)
@@ -287,6 +287,15 @@ def _with_reading(dataset: Any, options: dict[str, Any]) -> tuple[Any, ReadingOp
     return dataset, ReadingOptions(**broken).checked(np.empty(0, dtype=np.int64))
 
 
+def _device(given: torch.device | str) -> torch.device:
+    try:
+        return torch.device(given)
+    except (RuntimeError, TypeError) as cause:
+        raise ConfigError(
+            f'device is {given!r}; it must be a torch.device or its name, such as "cuda" or "cpu".'
+        ) from cause
+
+
 def _scorer(source: WorkerSource, setup: Setup, model: nn.Module, device: torch.device | str) -> Scorer:
     collate = EnvelopeCollate(source.collate)
     return Scorer(model, source.inner.dataset, collate, n=setup.n, batch_size=setup.batch_size, device=device)
@@ -320,4 +329,9 @@ def _check_arguments(batch_size: Any, dataloader: dict[str, Any]) -> None:
         elif name in _INSTEAD:
             raise ConfigError(f"salience.Loader takes no {name!r}: {_INSTEAD[name]}.")
         elif name not in _PASSED:
-            raise ConfigError(f"salience.Loader has no argument {name!r}.{did_you_mean(name, _PASSED)}")
+            raise ConfigError(f"salience.Loader has no argument {name!r}.{did_you_mean(name, _known())}")
+
+
+def _known() -> set[str]:
+    """Names of all arguments: those of the Loader and those that pass through."""
+    return _PASSED | set(inspect.signature(Loader.__init__).parameters) - {"self", "dataset", "dataloader"}

@@ -59,3 +59,34 @@ def test_counts_of_another_batch_are_refused(problem):
     next(iter(loader))
     with pytest.raises(salience.LossError, match=r"counts have shape \(3,\)"):
         loader.loss(torch.ones(10), counts=torch.ones(3))
+
+
+def test_counts_that_are_refused_leave_the_batch_without_a_loss(problem):
+    loader = salience.Loader(problem, 10)
+    next(iter(loader))
+    with pytest.raises(salience.LossError, match="counts are a list"):
+        loader.loss(torch.ones(10), counts=[1] * 10)
+    assert loader.loss(torch.ones(10), counts=torch.ones(10)) == 1
+
+
+def test_many_items_do_not_overflow_losses_in_half_precision(problem):
+    loader = salience.Loader(problem, 10)
+    next(iter(loader))
+    assert loader.loss(torch.full((10,), 8.0, dtype=torch.float16), counts=torch.full((10,), 2048)) == 8
+
+
+@pytest.mark.parametrize("select", [None, "selective_backprop"])
+def test_a_batch_of_which_collate_left_nothing_has_loss_zero(problem, select):
+    def collate(samples):
+        return salience.Collated((torch.empty(0, 8), torch.empty(0, dtype=torch.int64)), [])
+
+    loader, model = salience.Loader(problem, 100, epochs=1, select=select, collate_fn=collate), make_model()
+    for inputs, targets in loader:
+        logits = model(inputs)
+        losses = F.cross_entropy(logits, targets, reduction="none")
+        if select is not None:
+            assert len(loader.pick(losses, logits, targets)) == 0
+        loss = loader.loss(losses, logits, targets)
+        loss.backward()
+        assert loss == 0
+    assert loader.ledger.seen.sum() == 0

@@ -9,6 +9,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,11 +19,13 @@ import salience
 from salience.cli import main
 from salience.events import read
 from salience.report.profile import rendered, sparkline
+from salience.run.part import Batch
+from salience.run.watching import Watching
 from salience.watch.model import Costs
 from salience.watch.probe import Enough, Session, profiling
 from salience.watch.profile import profiled
 from salience.watch.steps import Steps
-from salience.watch.usage import Usage, UsageSample
+from salience.watch.usage import Usage, UsageRecord, UsageSample
 
 from conftest import make_model, train
 
@@ -107,6 +110,25 @@ def test_time_between_windows_belongs_to_no_step():
     steps.ask()
     steps.got()
     assert steps.steps[0].busy == 0
+    assert steps.steps[1].wait < 0.05
+
+
+class LongLook(UsageRecord):
+    """A machine that takes long to look at."""
+
+    def note(self, *, now: bool = False) -> bool:
+        time.sleep(0.05)
+        return True
+
+
+def test_a_look_at_the_machine_belongs_to_no_step():
+    watching = Watching()
+    watching.usage, steps = LongLook(), watching.steps
+    steps.ask()
+    steps.got()
+    watching.take_back(Batch(0, 0, np.arange(3)))
+    steps.got()
+    assert steps.steps[0].busy < 0.05
     assert steps.steps[1].wait < 0.05
 
 

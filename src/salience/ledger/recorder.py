@@ -101,6 +101,8 @@ class Recorder:
         number: int | None = None,
     ) -> None:
         """Record one batch. Its `number` in a plan without duplicates spares the search for them."""
+        if not len(ids):
+            return
         if hint is not None:
             hint = self._checked_hint(hint, targets)
         elif targets is not None:

@@ -177,6 +177,10 @@ def sink(given: str | Sink) -> Sink:
     """By name, "tensorboard:runs/tb"; or whatever is called with each event."""
     if callable(given):
         return given
+    if not isinstance(given, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(
+            f'A sink is {given!r}; it must be a function of each event, or text like "tensorboard:runs/tb".'
+        )
     kind, _, where = given.partition(":")
     if kind not in SINKS:
         raise ConfigError(

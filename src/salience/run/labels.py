@@ -36,6 +36,15 @@ def class_labels(count: int, logits: Tensor | None, targets: Targets | None) -> 
     """Classes of a batch of `count` samples, with logits in two dimensions that go with them. Waits for no device."""
     if targets is None:
         return Labels()
+    if (
+        isinstance(targets, Tensor)
+        and logits is not None
+        and targets.dtype is torch.int64
+        and targets.shape == (count,)
+    ):
+        shape = logits.shape
+        if len(shape) == 2 and shape[0] == count and shape[1] > 1:  # what most loops pass, at every step: first
+            return Labels(logits, targets, True)
     if not isinstance(targets, Tensor):
         return _mixed(count, logits, targets)
     binary = logits is not None and (logits.dim() == 1 or (logits.dim() == 2 and logits.shape[1] == 1))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, cast
 
 import torch
@@ -17,9 +18,10 @@ def moved(content: Any, device: torch.device) -> Any:
         return content.to(device, non_blocking=True)
     if callable(getattr(content, "to", None)):
         return content.to(device)
-    if isinstance(content, dict):
-        parts = {key: moved(part, device) for key, part in cast("Mapping[Any, Any]", content).items()}
-        return parts if type(content) is dict else cast("Any", type(content))(parts)
+    if isinstance(content, MutableMapping):
+        mapping = copy.copy(cast("MutableMapping[Any, Any]", content))  # of its own type, as DataLoader pins it
+        mapping.update({key: moved(part, device) for key, part in mapping.items()})
+        return mapping
     if isinstance(content, (list, tuple)):
         items = [moved(part, device) for part in cast("list[Any]", content)]
         return type(content)(*items) if hasattr(content, "_fields") else type(content)(items)
@@ -30,12 +32,23 @@ def tensors_of(content: Any) -> Iterator[Tensor]:
     """The tensors in dicts, lists and tuples."""
     if isinstance(content, Tensor):
         yield content
-    elif isinstance(content, dict):
-        for part in cast("dict[Any, Any]", content).values():
+    else:
+        for part in _parts_of(content):
             yield from tensors_of(part)
-    elif isinstance(content, (list, tuple)):
-        for part in cast("list[Any]", content):
-            yield from tensors_of(part)
+
+
+def _parts_of(content: Any) -> list[Any]:
+    if isinstance(content, Mapping):
+        return list(cast("Mapping[Any, Any]", content).values())
+    return list(cast("list[Any]", content)) if isinstance(content, (list, tuple)) else []
+
+
+def can_be_copied_beside(content: Any) -> bool:
+    """False where an object moves itself by a method `to` and does not show its tensors, whose memory could then be used again
+    while the loop still reads it."""
+    if isinstance(content, (Tensor, Mapping, list, tuple)):
+        return all(can_be_copied_beside(part) for part in _parts_of(cast("Any", content)))
+    return not callable(getattr(content, "to", None))
 
 
 class Moving:
@@ -49,7 +62,7 @@ class Moving:
 
     def begin(self, batch: Batch) -> None:
         """Begin to copy a batch."""
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or not can_be_copied_beside(batch.content):
             batch.content = moved(batch.content, self.device)
             return
         self._stream = self._stream or torch.cuda.Stream(self.device)

@@ -52,6 +52,14 @@ class Setup:
     """True if a plain epoch ends with a batch that is smaller than the others."""
 
     def __post_init__(self) -> None:
+        for name, value in (
+            ("n", self.n),
+            ("batch_size", self.batch_size),
+            ("epochs", self.epochs),
+            ("seed", self.seed),
+        ):
+            if not isinstance(value, (int, np.integer)) and not (name == "epochs" and value is None):
+                raise ConfigError(f"{name} is {value!r}; it must be an integer.")
         if self.n < 1:
             raise ConfigError(f"The data set has {self.n} samples; there must be at least one.")
         if self.batch_size < 1:
@@ -202,6 +210,8 @@ def parse_count(text: int | str) -> int:
     """A number of samples: 1_000_000, "1M", "100k"."""
     if isinstance(text, int):
         return text
+    if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f'window is {text!r}; write a number of samples, such as 500_000, "500k" or "1M".')
     number, unit = (text[:-1], text[-1]) if text[-1:] in COUNT_UNITS else (text, "")
     try:
         return round(float(number) * COUNT_UNITS[unit])

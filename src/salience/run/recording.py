@@ -294,7 +294,9 @@ class Recording(Part):
             if how_much > 0:  # what is learnt from, not what is recorded
                 losses = losses + how_much * early_learning(logits, batch.ids, self.ledger)
         if counts is not None:
-            losses = losses * (counts if kept is None else counts[kept.to(counts.device)])
+            losses = (
+                losses * (counts if kept is None else counts[kept.to(counts.device)]).float()
+            )  # half would overflow
         elif weights is None and not isinstance(share, Tensor) and share == len(losses):
             return losses.mean()
         weighted = losses if weights is None else losses.float() * weights
@@ -305,12 +307,8 @@ class Recording(Part):
     ) -> Tensor | float:
         """What the sum of a batch's weighted losses is divided by, so that DDP's mean over ranks is the batch's gradient;
         of a step of several batches (`total`), so that their sum is."""
-        if counts is not None and counts.shape != (len(batch.ids),):
-            raise LossError(f"counts have shape {tuple(counts.shape)}; pass one per sample, [{len(batch.ids)}].")
         if total is not None:
             return total / self._setup.world * (1 if kept is None else len(kept) / len(batch.ids))
-        if counts is not None and self._setup.world > 1:
-            raise LossError("counts= needs total= with several ranks: the items of the whole step over all ranks.")
         if counts is not None:
             return (counts if kept is None else counts[kept.to(counts.device)]).sum()
         return self._share(batch, self._visits(batch), length)
@@ -430,6 +428,15 @@ def check_losses(caller: str, losses: Tensor, batch: Batch, kept: Tensor | None)
             f"{caller}() was given {len(losses)} losses for a batch of {count} samples; pass one per sample. "
             "A loop that fetches ahead must use with_ids=True and pass ids= to loss()."
         )
+
+
+def check_counts(counts: Any, total: Tensor | float | None, batch: Batch, world: int) -> None:
+    """Raise LossError unless there is one count per sample of the batch."""
+    if not isinstance(counts, Tensor) or counts.shape != (len(batch.ids),):
+        given = f"have shape {tuple(counts.shape)}" if isinstance(counts, Tensor) else f"are a {type(counts).__name__}"
+        raise LossError(f"counts {given}; pass a tensor with one number per sample, [{len(batch.ids)}].")
+    if total is None and world > 1:
+        raise LossError("counts= needs total= with several ranks: the items of the whole step over all ranks.")
 
 
 def leading_sizes(content: Any) -> set[int]:

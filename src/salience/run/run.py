@@ -26,7 +26,7 @@ from salience.run.feeding import Feeding
 from salience.run.labels import Targets
 from salience.run.part import Batch, Part, Setup, Voice
 from salience.run.planning import Planning
-from salience.run.recording import Recording, check_losses
+from salience.run.recording import Recording, check_counts, check_losses
 from salience.run.sensing import Sensing
 from salience.run.staging import Staging, check_stages
 from salience.run.watching import Watching
@@ -249,6 +249,11 @@ class Run:
         batch = self.recording.batch_for_loss(ids, again=again)
         kept = batch.kept
         check_losses("loss", losses, batch, kept)
+        if counts is not None:
+            check_counts(counts, total, batch, self.setup.world)
+        if not len(losses):  # nothing was left of the batch
+            self.recording.record(batch, losses, None, None, None)
+            return losses.sum()
         logits, classes, hard = self.recording.usable(batch, losses, logits, targets)
         if kept is None and self.planning.picks < 1:
             kept = self.recording.pick(batch, losses, logits, classes, share=self.planning.picks)
@@ -277,6 +282,8 @@ class Run:
         """Record a whole batch as seen, and choose the samples of it to train on."""
         batch, picks = self.recording.batch_of(None), self.planning.picks
         check_losses("pick", losses, batch, None)
+        if not len(losses):
+            return torch.empty(0, dtype=torch.int64, device=losses.device)
         logits, classes, _ = self.recording.usable(batch, losses, logits, targets)
         share = (picks if picks < 1 else 0.5) if share is None else share
         batch.kept = self.recording.pick(batch, losses, logits, classes, share=share, power=power)
@@ -389,9 +396,11 @@ class Run:
 
     def _mean_loss(self) -> float | None:
         """Mean loss of the samples visited in this window; None where it is not known yet, as on several ranks."""
+        if self.setup.ranks is not None:
+            return None
         ledger = self.recording.ledger
         visited = (ledger.last_seen == self.course.window) & np.isfinite(ledger.last_loss)
-        if self.setup.ranks is not None or not visited.any():
+        if not visited.any():
             return None
         return float(ledger.last_loss[visited].mean(dtype=np.float64))
 

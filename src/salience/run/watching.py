@@ -42,10 +42,11 @@ class Watching(Part):
         self.steps.ask()  # before workers start, which is part of the first wait
 
     def take_back(self, batch: Batch) -> None:
-        if self.usage is not None:
-            self.usage.note()
-        if self.steps.count:  # a Selector's batches cost nothing to get, and are not timed
+        timed = self.steps.count > 0  # a Selector's batches cost nothing to get, and are not timed
+        if timed:
             self.steps.ask()
+        if self.usage is not None and self.usage.note() and timed:
+            self.steps.ask()  # that look at the machine belongs neither to the step before nor to the wait
 
     def close(self, *, finished: bool) -> None:
         self.steps.pause()
@@ -64,6 +65,8 @@ class Watching(Part):
 
 def open_sinks(setup: Setup, voice: Voice, sinks: Sequence[str | Sink]) -> None:
     """Have the event log feed `sinks`, on rank 0; one that cannot be opened stops all ranks."""
+    if isinstance(sinks, str):
+        raise ConfigError(f"sinks is {sinks!r}; it must be a list: sinks=[{sinks!r}].")
     trouble: Exception | None = None
     try:
         for given in sinks if setup.rank == 0 else ():

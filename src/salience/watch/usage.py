@@ -73,18 +73,22 @@ class UsageRecord:
         self._samples: list[UsageSample] = []
         self._every, self._due = SECONDS_BETWEEN_SAMPLES, time.monotonic() + SECONDS_BETWEEN_SAMPLES
 
-    def note(self, *, now: bool = False) -> None:
-        """Take a sample if it is time for one, or `now`; of too many, every other one is dropped and the pace halved."""
+    def note(self, *, now: bool = False) -> bool:
+        """Take a sample if it is time for one, or `now`; of too many, every other one is dropped and the pace halved.
+
+        True if it looked, which takes a good part of a millisecond.
+        """
         if self._meter is None or not (now or time.monotonic() >= self._due):
-            return
+            return False
         try:
             self._samples.append(self._meter.look())
         except Exception:  # NVML or the system refuses: training goes on, and nothing is shown
             self._meter = None
-            return
+            return True
         if len(self._samples) > self._most:
             self._samples, self._every = self._samples[1::2], 2 * self._every
         self._due = time.monotonic() + self._every
+        return True
 
     def taken(self) -> tuple[UsageSample, ...]:
         """The samples since `begin`; at least one."""
