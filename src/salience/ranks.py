@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import AllgatherOptions
+from torch.distributed.distributed_c10d import AllgatherOptions  # pyright: ignore[reportPrivateImportUsage]
 
 from salience.errors import ConfigError, RankError
 
@@ -160,7 +160,7 @@ class Ranks:
 
     def _all_reduce_max(self, tensor: Tensor, name: str) -> None:
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
+        options.reduceOp = dist.ReduceOp.MAX  # pyright: ignore[reportAttributeAccessIssue]
         self._wait(name, lambda options: self._group.allreduce([tensor], options), options)
 
     def _broadcast(self, tensor: Tensor, name: str) -> None:  # from rank 0, which the options name by default
