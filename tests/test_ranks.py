@@ -254,7 +254,12 @@ def two_scripts(script: str, *arguments: str) -> list[tuple[int, str]]:
         )
         for rank in range(2)
     ]
-    return [(process.returncode, out) for process in ranks for out, _ in [process.communicate(timeout=120)]]
+    try:
+        said = [process.communicate(timeout=120)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    return [(process.returncode, out) for process, out in zip(ranks, said, strict=True)]
 
 
 def test_a_report_on_one_rank_alone_ends_the_script_at_the_deadline_and_says_how_to_make_one():
