@@ -3,8 +3,10 @@
 Two real ranks under Gloo train one model by DistributedDataParallel.
 
 speed: rank 1 takes four times as long per sample (in-process waits in place of a forward and a backward pass, as for a device
-on which the host waits; cores that ranks share would slow both). `ideal` is the sum of what each rank reaches by itself; the
-baseline is equal parts. `throughput_vs_ideal` counts the windows after the first two, in which speeds are measured.
+on which the host waits; cores that ranks share would slow both). `ideal` is the sum of what both ranks reach by themselves at
+the same time, with a DataLoader, without DDP and without salience; the baseline is equal parts. The same two processes take
+the arms by turns, a window of each per round, after warm-up windows in which speeds are measured; figures are medians over the
+rounds. `throughput_vs_waits_alone` takes the waits for the ideal, as if everything else took no time.
 
 text: lengths are log-normal, parts are padded to their longest text, and a step costs what the padded tokens of its dearer rank
 cost; counted from the plans, not timed. Baselines: a random split of the same batches (a DistributedSampler's); the same
@@ -17,20 +19,23 @@ It would embarrass us to reach less than 0.92 of the ideal, or to gain less over
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import salience
 from salience.plan import Plan
@@ -39,52 +44,89 @@ from salience.run.balancing import by_cost
 SLOWDOWN = 4.0
 BATCH = 64
 """Samples per rank."""
+BATCHES = 12
+"""Batches of a window."""
+WARM_UP = 4
+"""Windows before the first round, in which speeds are measured."""
 SECONDS_PER_SAMPLE = 0.0005
 """Of the fast rank: a device of its own, on which the host waits. Ranks that shared a core would slow each other."""
 
 
-def worker(rank: int, world: int, port: int, balance: bool, windows: int) -> None:
-    """Train on one rank; prints samples per second over all ranks after the first two windows."""
+def worker(rank: int, port: int, rounds: int) -> None:
+    """One rank; rank 0 prints the samples per second of each arm over both ranks, per round."""
     torch.set_num_threads(1)
-    if world > 1:
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    slow = SLOWDOWN if rank == 1 or os.environ.get("ALONE") == "slow" else 1.0
-    data = TensorDataset(torch.randn(BATCH * 2 * 12, 32), torch.randint(0, 4, (BATCH * 2 * 12,)))
-    loader = salience.Loader(data, BATCH, balance=balance)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    seconds = SECONDS_PER_SAMPLE * (SLOWDOWN if rank == 1 else 1.0)
+    n = BATCH * 2 * BATCHES
+    data = TensorDataset(torch.randn(n, 32), torch.randint(0, 4, (n,)))
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4))
-    ddp = DistributedDataParallel(model) if world > 1 else model
+    ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    begin = visited = 0.0
-    for window in range(windows):
-        if window == 2:
-            begin, visited = time.perf_counter(), loader.visits
-        for x, y in loader:
-            time.sleep(SECONDS_PER_SAMPLE * slow * len(x) / 3)
-            losses = F.cross_entropy(ddp(x), y, reduction="none")
+    loaders = {"balanced": salience.Loader(data, BATCH, balance=True), "equal": salience.Loader(data, BATCH)}
+
+    def train(batches: Iterable[Any], net: nn.Module, loss: Callable[[Tensor], Tensor]) -> float:
+        """Seconds for these batches; the waits are this rank's own forward and backward pass, before gradients meet."""
+        dist.barrier()
+        begin = time.perf_counter()
+        for x, y in batches:
+            time.sleep(seconds * len(x) / 3)
+            losses = F.cross_entropy(net(x), y, reduction="none")
             optimizer.zero_grad()
-            time.sleep(
-                SECONDS_PER_SAMPLE * slow * len(x) * 2 / 3
-            )  # before gradients meet: each rank's own backward pass
-            loader.loss(losses).backward()
+            time.sleep(seconds * len(x) * 2 / 3)
+            loss(losses).backward()
             optimizer.step()
-    print(json.dumps({"rate": (loader.visits - visited) / (time.perf_counter() - begin)}))
+        return time.perf_counter() - begin
+
+    def alone() -> float:
+        """Both ranks by themselves at the same time, without DDP, for about as long as a balanced window."""
+        count = round(2 * BATCHES * (SLOWDOWN if rank == 0 else 1.0) / (SLOWDOWN + 1))
+        taken = train(itertools.islice(DataLoader(data, BATCH, shuffle=True), count), model, torch.mean)
+        return total(count * BATCH / taken, dist.ReduceOp.SUM)
+
+    def together(arm: str) -> float:
+        return n / total(train(loaders[arm], ddp, loaders[arm].loss), dist.ReduceOp.MAX)
+
+    for _ in range(WARM_UP):
+        together("balanced")
+    together("equal")
+    found = [{"ideal": alone(), **{arm: together(arm) for arm in loaders}} for _ in range(rounds)]
+    if rank == 0:
+        print(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
-def rate(world: int, *, balance: bool = False, windows: int, alone: str = "") -> float:
-    """Samples per second over all ranks."""
+def total(value: float, how: Any) -> float:
+    """The sum or maximum over the ranks."""
+    moved = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(moved, how)
+    return moved.item()
+
+
+def speed(rounds: int) -> dict[str, float]:
+    """Medians over the rounds of each arm's samples per second over those of the ideal in the same round."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    env = {**os.environ, "ALONE": alone, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, __file__, "--worker", json.dumps([rank, world, port, balance, windows])],
-            env=env, stdout=subprocess.PIPE, text=True,
+            [sys.executable, __file__, "--worker", json.dumps([rank, port, rounds])],
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True,
         )
-        for rank in range(world)
+        for rank in range(2)
     ]  # fmt: skip
     said = [process.communicate()[0] for process in ranks]
-    return min(json.loads(text.splitlines()[-1])["rate"] for text in said)
+    rows = json.loads(said[0].splitlines()[-1])
+    ratios = {arm: np.array([row[arm] / row["ideal"] for row in rows]) for arm in ("balanced", "equal")}
+    stated = (1 + 1 / SLOWDOWN) / SECONDS_PER_SAMPLE
+    return {
+        "throughput_vs_ideal": float(np.median(ratios["balanced"])),
+        "equal_vs_ideal": float(np.median(ratios["equal"])),
+        "throughput_vs_ideal_lowest": float(ratios["balanced"].min()),
+        "throughput_vs_ideal_highest": float(ratios["balanced"].max()),
+        "throughput_vs_waits_alone": float(np.median([row["balanced"] for row in rows]) / stated),
+        "ideal_samples_per_second": float(np.median([row["ideal"] for row in rows])),
+    }
 
 
 def text(n: int, world: int, batch: int) -> dict[str, float]:
@@ -122,22 +164,15 @@ def text(n: int, world: int, batch: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer windows")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         worker(*json.loads(args.worker))
         return
-    windows = 5 if args.quick else 12
-    ideal = rate(1, windows=3) + rate(1, windows=3, alone="slow")
-    figures = {
-        "throughput_vs_ideal": rate(2, balance=True, windows=windows) / ideal,
-        "equal_parts_vs_ideal": rate(2, windows=3 if args.quick else windows) / ideal,
-        **text(20_000, 2, 32),
-        "ideal_samples_per_second": ideal,
-        "slowdown": SLOWDOWN,
-        "slowed_by": "in-process waits",
-    }
+    found = speed(6 if args.quick else 20)
+    first = {name: found.pop(name) for name in ("throughput_vs_ideal", "equal_vs_ideal")}
+    figures = {**first, **text(20_000, 2, 32), **found, "slowdown": SLOWDOWN, "slowed_by": "in-process waits"}
     for name, value in figures.items():
         print(f"{name:<32} {value if isinstance(value, str) else round(value, 3)}")
     print(json.dumps({name: value if isinstance(value, str) else round(value, 4) for name, value in figures.items()}))

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import AllgatherOptions  # pyright: ignore[reportPrivateImportUsage]
 
 from salience.errors import ConfigError, RankError
 
@@ -37,6 +38,8 @@ OTHER_DEADLINE = 1800.0
 """and of all other backends."""
 DEADLINE_SHARE = 0.95
 """Share of that time after which we give up, so that the message is ours."""
+GRACE = 10.0
+"""Seconds after the deadline in which a backend may end the collective itself."""
 DATA_PARALLEL_NAMES = ("dp", "data", "data_parallel")
 """Names of the dimension of a device mesh along which samples are divided."""
 
@@ -72,8 +75,6 @@ class Ranks:
         self._count = 0
         """Collectives begun so far."""
         self._store: Any = None
-        self.gave_up = False
-        """True once a collective failed or passed its deadline."""
         mine = torch.tensor([_node() if node is None else node, int.from_bytes(os.urandom(7))], dtype=torch.int64)
         seen = torch.stack(self.all_gather(mine, name="Ranks"))
         nodes = seen[:, 0].tolist()
@@ -101,7 +102,7 @@ class Ranks:
     def all_max(self, array: npt.NDArray[Any]) -> None:
         """Fill `array` with the maximum over all ranks, element by element."""
         moved = torch.from_numpy(array).to(self._device)
-        self._wait("all_max", dist.all_reduce, moved, dist.ReduceOp.MAX, self._group)
+        self._all_reduce_max(moved, "all_max")
         array[:] = moved.cpu().numpy()
 
     def broadcast_array(self, array: npt.NDArray[Any]) -> None:
@@ -138,7 +139,7 @@ class Ranks:
         """Tensors of equal shape from all ranks, on the CPU."""
         mine = tensor.to(self._device)
         out = [torch.empty_like(mine) for _ in range(self.world)]
-        self._wait(name, dist.all_gather, out, mine, self._group)
+        self._wait(name, lambda options: self._group.allgather([out], [mine], options), AllgatherOptions())
         return [part.cpu() for part in out]
 
     def all_gather_ragged(self, tensor: Tensor, *, name: str = "all_gather_ragged") -> list[Tensor]:
@@ -154,26 +155,35 @@ class Ranks:
 
     def _any(self, here: bool, name: str) -> bool:
         flag = torch.tensor([here], dtype=torch.int64, device=self._device)
-        self._wait(name, dist.all_reduce, flag, dist.ReduceOp.MAX, self._group)
+        self._all_reduce_max(flag, name)
         return int(flag) > 0
 
-    def _broadcast(self, tensor: Tensor, name: str) -> None:
-        source = dist.get_global_rank(self._group, 0)
-        self._wait(name, dist.broadcast, tensor, source, self._group)
+    def _all_reduce_max(self, tensor: Tensor, name: str) -> None:
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX  # pyright: ignore[reportAttributeAccessIssue]
+        self._wait(name, lambda options: self._group.allreduce([tensor], options), options)
 
-    def _wait(self, name: str, begin: Callable[..., Any], *arguments: Any) -> None:
-        """Begin a collective and wait for its end, until the deadline."""
+    def _broadcast(self, tensor: Tensor, name: str) -> None:  # from rank 0, which the options name by default
+        self._wait(name, lambda options: self._group.broadcast([tensor], options), dist.BroadcastOptions())
+
+    def _wait(self, name: str, begin: Callable[[Any], Any], options: Any) -> None:
+        """Begin a collective and wait for its end, until the deadline.
+
+        On the CPU the deadline is the collective's own time-out, and we wait until it has failed. One that is still under way
+        keeps the process from ending, or aborts it. NCCL would end the process at its time-out, so there we are first.
+        """
         self._count += 1
         try:
             if self._store is not None:
                 self._store.set(f"{self._key}/{self.rank}", str(self._count))  # a few microseconds
-            work = begin(*arguments, async_op=True)
             if self._device.type == "cpu":
-                work.wait(timedelta(seconds=self.deadline))
+                options.timeout = timedelta(seconds=self.deadline)
+                begin(options).wait(timedelta(seconds=self.deadline + GRACE))
             else:
-                _wait_on_gpu(work, self.deadline)
+                with contextlib.suppress(AttributeError):  # before PyTorch 2.7 some have no such option and never wait
+                    options.asyncOp = True
+                _wait_on_gpu(begin(options), self.deadline)
         except RuntimeError as cause:
-            self.gave_up = True
             raise RankError(self._complaint(name)) from cause
 
     def _complaint(self, name: str) -> str:
@@ -212,8 +222,6 @@ def _leave() -> None:
     They belong to the process group: a script that ends without `destroy_process_group`, or a reference to the group that
     outlives it, leaves them running.
     """
-    if any(ranks.gave_up for ranks in _ALIVE):
-        return  # a collective is still under way, and destroying the group would wait for it
     for ranks in list(_ALIVE):
         ranks._let_go()  # pyright: ignore[reportPrivateUsage]
     if _ALIVE and dist.is_initialized() and dist.get_backend() == "gloo":
