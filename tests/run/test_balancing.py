@@ -89,6 +89,7 @@ def test_a_slow_rank_takes_less_and_the_gradient_stays_that_of_one_process(tmp_p
     with torch.no_grad():
         [p.fill_(0.01) for p in model.parameters()]
     optimizer, alone = torch.optim.SGD(model.parameters(), lr=0.1), []
+    heaviest = []
     for _ in range(5):
         for ids, (x, y) in loader:
             logits = model(x)
@@ -97,6 +98,8 @@ def test_a_slow_rank_takes_less_and_the_gradient_stays_that_of_one_process(tmp_p
             loss.backward()
             optimizer.step()
             alone.append(sorted(ids.tolist()))
+            heaviest.append(float(loader.plan.weights.max()))
+    assert (max(heaviest) > 1) == (select is not None), "importance weights are at work"
     assert [sorted(a + b) for a, b in zip(fast["steps"], slow["steps"], strict=True)] == alone
     torch.testing.assert_close(model.weight.detach(), torch.tensor(fast["weight"]), atol=1e-5, rtol=1e-4)
     assert fast["seen"] == slow["seen"] == loader.ledger.seen.tolist()
