@@ -10,6 +10,7 @@ Embarrassing would be: losing to the shorter run, or to all data under label noi
     python benchmarks/selection.py --show benchmarks/rows/selection-2026-11-16.jsonl        # rows measured before
     python benchmarks/selection.py --quick                                                  # rendered digits, CPU, a minute
     python benchmarks/selection.py --parts clicks,text,segment [--seeds 3]                  # elsewhere.py, CPU, 3 minutes each
+    python benchmarks/selection.py --parts overlap,concentrated,rare,many,parity --seeds 6   # points.py, CPU, 10 minutes
 
 Rows are appended to --rows as they finish, and those already there are not run again (those of clicks, text and segment
 are). The last line of stdout is one JSON object.
@@ -259,9 +260,11 @@ def main() -> None:
     parser.add_argument("--rows", default="runs/selection.jsonl", help="where finished rows are kept")
     parser.add_argument("--jobs", type=int, default=8, help="processes that share the device")
     parser.add_argument(
-        "--parts", default="", help="of time,clean,tail,long,noise,copies,presets,io (the default); clicks,text,segment"
+        "--parts",
+        default="",
+        help="of time,clean,tail,long,noise,copies,presets,io (the default), or of the parts of elsewhere.py",
     )
-    parser.add_argument("--seeds", type=int, default=3, help="seeds of clicks, text and segment")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of clicks and the parts after it")
     parser.add_argument("--show", default="", help="print table and figures of a file of rows, and run nothing")
     parser.add_argument("--quick", action="store_true", help="rendered digits on the CPU, within a minute")
     args = parser.parse_args()
