@@ -58,6 +58,19 @@ def broken_off(loader: Any) -> Any:
     return [next(iter(loader)), list(loader)]
 
 
+def peeks(loader: Any) -> Any:
+    seen = []
+    for k, batch in enumerate(loader):
+        seen.append(batch)
+        if k == 2:
+            seen.append(next(iter(loader)))
+    return seen
+
+
+def zipped(loader: Any) -> Any:
+    return list(zip(loader, loader, strict=True))
+
+
 def past_errors(loader: Any) -> Any:
     it, seen = iter(loader), []
     while True:
@@ -85,6 +98,8 @@ CASES = [
     Case("random numbers of samples", Drawn, twice, TWO),
     Case("random numbers, persistent", Drawn, twice, {**TWO, "persistent_workers": True}),
     Case("random numbers, persistent, in order", Drawn, twice, {**TWO, "persistent_workers": True}, ordered=True),
+    Case("random numbers of peeks", Drawn, peeks, TWO),
+    Case("random numbers of two iterators at once", Drawn, zipped, TWO),
     Case("num_workers can be set", Worker, more_workers, TWO),
     Case("broken off", Numbers, broken_off, TWO),
     Case("broken off, persistent", Numbers, broken_off, {**TWO, "persistent_workers": True}),
