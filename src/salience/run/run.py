@@ -27,7 +27,7 @@ from salience.run.labels import Targets
 from salience.run.order import Drawn
 from salience.run.part import Batch, Part, Setup, Voice
 from salience.run.planning import Planning
-from salience.run.recording import Recording, check_counts, check_losses
+from salience.run.recording import Recording, check_counts, check_losses, check_tensor
 from salience.run.sensing import Sensing
 from salience.run.staging import Staging, check_stages
 from salience.run.watching import Watching
@@ -266,6 +266,7 @@ class Run:
     ) -> Tensor:
         """Record the losses of a batch and return their weighted mean."""
         begin = time.perf_counter()
+        check_tensor("loss", losses)
         self.watching.steps.on_loss(losses.device)
         batch = self.recording.batch_for_loss(ids, again=again)
         kept = batch.kept
@@ -301,6 +302,7 @@ class Run:
         power: float | None,
     ) -> Tensor:
         """Record a whole batch as seen, and choose the samples of it to train on."""
+        check_tensor("pick", losses)
         batch, picks = self.recording.batch_of(None), self.planning.picks
         check_losses("pick", losses, batch, None)
         if not len(losses):
