@@ -14,14 +14,18 @@ their defaults but for the number of local steps.
   70% of its steps.
 - accuracy_gap: points that ours ends below all-reduce, in per cent.
 - auto_vs_allreduce: seconds of a run with mode="auto", its measuring included, over plain DDP, no cap, blocks by turns.
-- hierarchical_vs_flat: seconds per step of flat all-reduce over mode="hierarchical", two nodes with two ranks each, at the cap.
+- hierarchical_vs_flat: seconds per step of flat all-reduce over mode="hierarchical", two nodes with several ranks each.
+- hybrid_vs_allreduce: seconds per step of all-reduce over mode="hybrid", workers and as many helper ranks, a node for each.
+- priority_ceiling: a step of plain DDP over one in which the whole forward pass hides behind the exchange: no order of
+  buckets can gain more.
 
 Embarrassing would be: step_vs_noop over 1.15, time_to_accuracy under 6 (all-reduce), 1.2 (PowerSGD), 1.0 (local steps), a
 gap over 0.3, auto_vs_allreduce over 1.02, hierarchical_vs_flat under 1.5.
 
-    python benchmarks/comm_bound.py [--quick] [--full]
+    python benchmarks/comm_bound.py [--quick] [--rows FILE] [--cells time:2x100,curves:2:0,...] [--show]
 
-`--full` adds four nodes, 1 Gbit/s and more seeds. The last line of stdout is one JSON object.
+Cells that `--rows` has already are not run again, so that parts add up; `--show` prints the tables of what is there. The last
+line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -32,11 +36,8 @@ import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -50,74 +51,23 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 
 import salience
+from comm_rig import launch, network, shape
 
-PREFIX = "salcomm"
 BATCH, RATE, TEST = 32, 0.05, 600
-OURS = {"local": {"steps": 16}, "lowrank": {"rank": 2}, "topk": {"rate": 0.01}}
-
-
-# --- the network ---
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
-def shape(nodes: int, mbit: int) -> None:
-    """Cap what every node sends and receives; 0 = no cap."""
-    for node in range(nodes):
-        for space, device in ((f"{PREFIX}{node}", "eth0"), (f"{PREFIX}hub", f"to{node}")):
-            run = ["ip", "netns", "exec", space, "tc", "qdisc"]
-            subprocess.run([*run, "del", "dev", device, "root"], check=False, capture_output=True)
-            if mbit:
-                cap = ["tbf", "rate", f"{mbit}mbit", "burst", f"{max(32, mbit // 4)}kb", "latency", "400ms"]
-                subprocess.run([*run, "add", "dev", device, "root", *cap], check=True, capture_output=True)
-
-
-@contextlib.contextmanager
-def network(nodes: int) -> Generator[None]:
-    """Namespaces for the nodes and for the bridge between them; taken down whatever happens."""
-    spaces = [f"{PREFIX}hub", *(f"{PREFIX}{node}" for node in range(nodes))]
-    try:
-        for space in spaces:
-            ip("netns", "add", space)
-            ip("-n", space, "link", "set", "lo", "up")
-        ip("-n", spaces[0], "link", "add", "br0", "type", "bridge")
-        ip("-n", spaces[0], "link", "set", "br0", "up")
-        for node in range(nodes):
-            space = f"{PREFIX}{node}"
-            ip("-n", space, "link", "add", "eth0", "type", "veth", "peer", "name", f"to{node}", "netns", spaces[0])
-            ip("-n", space, "addr", "add", f"10.77.0.{node + 1}/24", "dev", "eth0")
-            ip("-n", space, "link", "set", "eth0", "up")
-            ip("-n", spaces[0], "link", "set", f"to{node}", "master", "br0")
-            ip("-n", spaces[0], "link", "set", f"to{node}", "up")
-        yield
-    finally:
-        for space in spaces:
-            subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
-
-
-def launch(jobs: list[dict[str, Any]], nodes: int, per_node: int = 1, limit: float = 900.0) -> list[Any]:
-    """Run the jobs on all ranks, one after the other, and return what rank 0 says to each."""
-    world = nodes * per_node
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "out.json")
-        ranks: list[subprocess.Popen[bytes]] = []
-        for rank in range(world):
-            said = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29517", "RANK": str(rank), "WORLD_SIZE": str(world)}
-            said |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-            command = [sys.executable, __file__, "--worker", json.dumps(jobs), "--out", str(out)]
-            space = ["ip", "netns", "exec", f"{PREFIX}{rank // per_node}"]
-            ranks.append(subprocess.Popen([*space, *command], env={**os.environ, **said}))
-        end = time.monotonic() + limit
-        try:
-            for one in ranks:
-                one.wait(timeout=max(1.0, end - time.monotonic()))
-        finally:
-            for one in ranks:
-                one.kill()
-                one.wait()
-        return json.loads(out.read_text())
+STEPS = 120
+"""Steps of a whole run."""
+SEEDS = range(3)
+CONTROLS: list[tuple[str, dict[str, Any]]] = [
+    ("plain", {}),
+    *(("powersgd", {"matrix_approximation_rank": rank}) for rank in (1, 2, 4)),
+    *(("local_fixed", {"steps": steps}) for steps in (8, 16, 32)),
+]
+OURS: list[tuple[str, dict[str, Any]]] = [
+    *(("local", {"steps": steps}) for steps in (16, 32, 64)), ("lowrank", {"rank": 2}), ("topk", {"rate": 0.01}),
+]  # fmt: skip
+QUICK = [CONTROLS[0], CONTROLS[2], CONTROLS[5], OURS[1]]
+LINKS = ("2x100", "2x1000", "2x0", "4x100", "4x1000", "4x0")
+"""Nodes and Mbit/s; 0 = no cap."""
 
 
 # --- one rank ---
@@ -138,7 +88,7 @@ class Arm:
         self.shape = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: min(1, (step + 1) / (0.1 * total)) * max(0.0, 1 - step / total)
         )
-        self.name, self.averager, self.handle = name, None, None
+        self.name, self.options, self.averager, self.handle = name, options, None, None
         self.quiet = name in ("noop", "local_fixed")
         if name == "powersgd":
             state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, **options)
@@ -184,20 +134,38 @@ class Data:
         return self.x[mine], self.y[mine]
 
 
-def seconds_per_step(data: Data, job: dict[str, Any]) -> list[float]:
-    """Seconds of blocks of steps, the arms by turns, so that a slow moment hits all of them."""
+def seconds_per_step(data: Data, job: dict[str, Any]) -> dict[str, Any]:
+    """Median seconds per step of blocks, the arms by turns, so that a slow moment hits all of them.
+
+    A block of local steps begins with H steps that are not timed, since an exchange must be under way, and ends with an average
+    that is not timed either, so that nothing is left for the next arm to pay.
+    """
     arms = [Arm(name, options, 10_000) for name, options in job["arms"]]
     times: list[list[float]] = [[] for _ in arms]
+    forward: list[float] = []
     for block in range(job["blocks"] + 1):
         for arm, found in zip(arms, times, strict=True):
+            ahead = arm.options.get("steps", 1)
+            steps = max(job["local_steps"], 2 * ahead) if "steps" in arm.options else job["steps"]
+            for step in range(ahead):
+                arm.step(*data.batch(step, block))
             dist.barrier()
             start = time.perf_counter()
-            steps = job["steps"] if arm.name not in ("local", "local_fixed", "quorum") else job["local_steps"]
             for step in range(steps):
                 arm.step(*data.batch(step, block))
-            if block:  # the first warms up: buckets, connections, the first exchange under way
+            if block:  # the first warms up: buckets and connections
                 found.append((time.perf_counter() - start) / steps)
-    return [statistics.median(found) for found in times]
+            if arm.handle is not None:
+                arm.handle.average()
+        start = time.perf_counter()
+        for step in range(10):
+            F.cross_entropy(arms[0].ddp.module(data.batch(step, block)[0]), data.batch(step, block)[1])
+        forward.append((time.perf_counter() - start) / 10)
+    return {
+        "seconds": [statistics.median(found) for found in times],
+        "forward": statistics.median(forward),
+        "all": times,
+    }
 
 
 def curve(data: Data, job: dict[str, Any]) -> list[list[float]]:
@@ -214,19 +182,22 @@ def curve(data: Data, job: dict[str, Any]) -> list[list[float]]:
 def auto_cost(data: Data, job: dict[str, Any]) -> dict[str, Any]:
     """Seconds of auto over plain, whole runs in blocks by turns."""
     plain, auto = Arm("plain", {}, 10_000), Arm("auto", {}, 10_000)
-    spent = {"plain": 0.0, "auto": 0.0}
-    for block in range(job["blocks"]):
+    spent: dict[str, list[float]] = {"plain": [], "auto": []}
+    for block in range(job["blocks"] + 1):
         for arm in (plain, auto) if block % 2 else (auto, plain):
+            if not block and arm is auto:
+                continue  # connections and pages are warmed up by plain steps alone: all that auto does is timed
             dist.barrier()
             start = time.perf_counter()
             for step in range(job["steps"]):
                 arm.step(*data.batch(step, block))
-            spent[arm.name] += time.perf_counter() - start
+            if block:
+                spent[arm.name].append(time.perf_counter() - start)
+    steps = job["steps"] * job["blocks"]
     return {
-        "ratio": spent["auto"] / spent["plain"],
-        "mode": auto.handle.mode,
-        "plain_ms": 1000 * spent["plain"] / job["steps"] / job["blocks"],
-    }
+        "ratio": sum(spent["auto"]) / sum(spent["plain"]), "late": sum(spent["auto"][-5:]) / sum(spent["plain"][-5:]),
+        "mode": auto.handle.mode, "steps": steps, "plain_ms": 1000 * sum(spent["plain"]) / steps,
+    }  # fmt: skip
 
 
 def work(jobs: list[dict[str, Any]], out: Path) -> None:
@@ -255,76 +226,99 @@ def steps_to(curve: list[list[float]], target: float) -> float:
     return float("inf")
 
 
-def measure(nodes: int, mbit: int, quick: bool, seeds: int) -> dict[str, Any]:
-    """All figures of one number of nodes and one cap."""
-    total = 80 if quick else 300
-    local = [8] if quick else [4, 8, 16]
-    ranks = [2] if quick else [1, 2, 4]
-    arms: list[tuple[str, dict[str, Any]]] = [("plain", {})]
-    arms += [("powersgd", {"matrix_approximation_rank": rank}) for rank in ranks]
-    arms += [("local_fixed", {"steps": steps}) for steps in local]
-    arms += [(mode, given) for mode, given in OURS.items() if mode == "local" or not quick]
-    shape(nodes, 0)
-    jobs = [
-        {"job": "curve", "arm": arm, "steps": total, "every": 8, "seed": seed} for seed in range(seeds) for arm in arms
-    ]
-    curves = launch(jobs, nodes)
-    shape(nodes, mbit)
-    timed = [("noop", {}), *arms]
+def run_cell(cell: str, quick: bool) -> Any:
+    """What one cell measures: its name is kind:nodes x Mbit/s, or curves:nodes:seed."""
+    kind, what, *more = cell.split(":")
+    arms = QUICK if quick else [*CONTROLS, *OURS]
+    if kind == "curves":
+        steps = 80 if quick else STEPS
+        jobs = [{"job": "curve", "arm": arm, "steps": steps, "every": 4, "seed": int(more[0])} for arm in arms]
+        with network(int(what)):
+            return launch(__file__, jobs, int(what))
+    nodes, mbit = map(int, what.split("x"))
+    blocks = 2 if quick else 4
     job = {
         "job": "steps",
-        "arms": timed,
-        "steps": 3 if quick else 8,
-        "local_steps": 16 if quick else 32,
-        "blocks": 2 if quick else 4,
+        "steps": 3 if quick else 6,
+        "local_steps": 32,
+        "blocks": blocks,
+        "arms": [("noop", {}), *arms],
     }
-    (seconds,) = launch([job], nodes)
-    rows: list[dict[str, Any]] = []
+    per_node = 1
+    if kind == "auto":
+        job = {"job": "auto", "steps": 10, "blocks": 12 if mbit else 40}
+    elif kind == "groups":
+        per_node = int(more[0])
+        groups = [list(range(node * per_node, (node + 1) * per_node)) for node in range(nodes)]
+        job |= {"arms": [("noop", {}), ("plain", {}), ("hierarchical", {"groups": groups})]}
+    with network(nodes):
+        shape(nodes, mbit)
+        return launch(__file__, [job], nodes, per_node)[0]
+
+
+def table(rows: dict[str, Any], link: str, quick: bool) -> dict[str, Any]:
+    """The arms of one link: seconds per step from its cell, steps to the target from the runs of all seeds."""
+    nodes = link.split("x")[0]
+    timed, arms = rows[f"time:{link}"], QUICK if quick else [*CONTROLS, *OURS]
+    seeds = [rows[cell] for cell in rows if cell.startswith(f"curves:{nodes}:")]
+    goals = [curves[0][int(0.7 * len(curves[0])) - 1][1] for curves in seeds]
+    noop, *seconds = timed["seconds"]
+    print(
+        f"{nodes} nodes at {link.split('x')[1]} Mbit/s; without exchange {1000 * noop:.1f} ms per step, {len(seeds)} seeds"
+    )
+    found: list[dict[str, Any]] = []
     for i, (name, options) in enumerate(arms):
-        mine = [curves[seed * len(arms) + i] for seed in range(seeds)]
-        goals = [curves[seed * len(arms)][int(0.7 * len(mine[0])) - 1][1] for seed in range(seeds)]
-        reached = statistics.fmean(steps_to(one, goal) for one, goal in zip(mine, goals, strict=True))
-        final = statistics.fmean(one[-1][1] for one in mine)
-        rows.append(
-            {
-                "arm": name,
-                **options,
-                "step_ms": 1000 * seconds[i + 1],
-                "steps_to_target": reached,
-                "seconds": reached * seconds[i + 1],
-                "final": final,
-            }
+        reached = statistics.fmean(steps_to(one[i], goal) for one, goal in zip(seeds, goals, strict=True))
+        gaps = [one[0][-1][1] - one[i][-1][1] for one in seeds]
+        row = {"arm": name, **options, "step_ms": 1000 * seconds[i], "steps_to_target": reached}
+        found.append(
+            row
+            | {"seconds": reached * seconds[i], "final": statistics.fmean(one[i][-1][1] for one in seeds), "gaps": gaps}
         )
-    print(f"{nodes} nodes at {mbit or 'no'} Mbit/s; without exchange {1000 * seconds[0]:.1f} ms per step")
-    for row in rows:
-        what = " ".join(
-            f"{k}={v}" for k, v in row.items() if k not in ("arm", "step_ms", "steps_to_target", "seconds", "final")
-        )
+        what = " ".join(f"{k}={v}" for k, v in options.items())
         print(
-            f"  {row['arm']:12} {what:28} {row['step_ms']:8.1f} ms/step "
-            f" {row['steps_to_target']:7.1f} steps  {row['seconds']:7.1f} s to "
-            f"target  {row['final']:5.2f}% at the end"
+            f"  {name:12} {what:28} {1000 * seconds[i]:8.1f} ms/step  {reached:7.1f} steps "
+            f" {found[-1]['seconds']:7.2f} s to target  {found[-1]['final']:5.2f}% at the end"
         )
 
-    def best(names: tuple[str, ...]) -> dict[str, Any]:
-        return min((row for row in rows if row["arm"] in names), key=lambda row: row["seconds"])
+    def best(name: str) -> dict[str, Any]:
+        return min((row for row in found if row["arm"] in name.split()), key=lambda row: row["seconds"])
 
-    ours, plain = best(tuple(OURS)), rows[0]
+    ours, plain = best("local lowrank topk"), found[0]
     return {
-        "ours": ours["arm"],
-        "step_vs_noop": ours["step_ms"] / 1000 / seconds[0],
+        "ours": f"{ours['arm']} {ours.get('steps', '')}".strip(),
+        "step_vs_noop": ours["step_ms"] / 1000 / noop,
         "time_to_accuracy_vs_allreduce": plain["seconds"] / ours["seconds"],
-        "time_to_accuracy_vs_powersgd": best(("powersgd",))["seconds"] / ours["seconds"],
-        "time_to_accuracy_vs_local_fixed": best(("local_fixed",))["seconds"] / ours["seconds"],
+        "time_to_accuracy_vs_powersgd": best("powersgd")["seconds"] / ours["seconds"],
+        "time_to_accuracy_vs_local_fixed": best("local_fixed")["seconds"] / ours["seconds"],
         "accuracy_gap": plain["final"] - ours["final"],
-        "rows": rows,
+        "priority_ceiling": seconds[0] / (seconds[0] - min(timed["forward"], seconds[0] - noop)),
     }
+
+
+def figures(rows: dict[str, Any], quick: bool) -> dict[str, Any]:
+    """All figures for which the cells are there."""
+    found: dict[str, Any] = {}
+    for link in LINKS:
+        if f"time:{link}" in rows and any(cell.startswith(f"curves:{link[0]}:") for cell in rows):
+            found[link] = table(rows, link, quick)
+    for cell, one in rows.items():
+        if cell.startswith("auto"):
+            found[cell] = one
+        elif cell.startswith("groups"):
+            found[f"hierarchical_vs_flat {cell}"] = one["seconds"][1] / one["seconds"][2]
+            print(
+                f"{cell}: {' / '.join(f'{1000 * s:.0f}' for s in one['seconds'])} ms: no exchange, flat, hierarchical"
+            )
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--rows", type=Path, help="JSON lines to go on from and to add to")
+    parser.add_argument("--cells", default="", help="names, with commas; all by default")
+    parser.add_argument("--show", action="store_true", help="run nothing")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -332,32 +326,22 @@ def main() -> None:
         work(json.loads(options.worker), options.out)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the network is taken down
-    quick, found = options.quick, {}
-    with network(2):
-        found |= measure(2, 100, quick, 3 if options.full else 1)
-        shape(2, 0)
-        job = {"job": "auto", "steps": 10, "blocks": 10 if quick else 40}
-        (cost,) = launch([job], 2)
-        found |= {"auto_vs_allreduce": cost["ratio"], "auto_unshaped": cost["mode"]}
-        shape(2, 100)
-        pair: list[Any] = [("plain", {}), ("hierarchical", {"groups": [[0, 1], [2, 3]]})]
-        job = {
-            "job": "steps",
-            "arms": pair,
-            "steps": 2 if quick else 5,
-            "blocks": 2 if quick else 5,
-            "local_steps": 16,
-        }
-        (flat,) = launch([job], 2, per_node=2)
-        found["hierarchical_vs_flat"] = flat[0] / flat[1]
-        print(
-            f"2 nodes with 2 ranks each at 100 Mbit/s: flat {1000 * flat[0]:.0f} ms, hierarchical {1000 * flat[1]:.0f} ms"
-        )
-    if options.full:
-        for nodes, mbit in ((2, 1000), (4, 100), (4, 1000)):
-            with network(nodes):
-                found[f"{nodes}_nodes_{mbit}_mbit"] = measure(nodes, mbit, quick, 1)
-    print(json.dumps(found))
+    if options.quick:
+        cells = ["curves:2:0", "time:2x100", "groups:2x100:2"]
+    else:
+        cells = [f"curves:{nodes}:{seed}" for seed in SEEDS for nodes in (2, 4)] + [f"time:{link}" for link in LINKS]
+        cells += ["auto:2x0", "auto:2x100", "groups:2x100:2", "groups:2x100:4"]
+    cells = options.cells.split(",") if options.cells else cells
+    rows: dict[str, Any] = {}
+    if options.rows is not None and options.rows.exists():
+        rows = {row["cell"]: row["found"] for row in map(json.loads, options.rows.read_text().splitlines())}
+    for cell in [] if options.show else cells:
+        if cell not in rows:
+            rows[cell] = run_cell(cell, options.quick)
+            if options.rows is not None:
+                with options.rows.open("a") as out:
+                    out.write(json.dumps({"cell": cell, "found": rows[cell]}) + "\n")
+    print(json.dumps(figures(rows, options.quick)))
 
 
 if __name__ == "__main__":

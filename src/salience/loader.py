@@ -53,10 +53,6 @@ _INSTEAD = {
 _PASSED = set(inspect.signature(DataLoader.__init__).parameters) - {
     "self", "dataset", "batch_size", "shuffle", "collate_fn", "generator", "drop_last", *_INSTEAD,
 }  # fmt: skip
-_FIXED = {
-    "dataset", "batch_size", "drop_last", "persistent_workers", "generator", "shuffle", "with_ids", "ids_key", "device",
-    *_INSTEAD,
-}  # fmt: skip
 
 
 class Loader(Door, Generic[T]):
@@ -252,7 +248,7 @@ class Loader(Door, Generic[T]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As on a DataLoader, what makes the batches can be set, and holds from the next iter() on; the data set cannot."""
-        if "_source" in vars(self) and name in _FIXED:
+        if "_source" in vars(self) and name in _fixed():
             raise ConfigError(f"{name} cannot be set once a Loader is made; make a new one with {name}=.")
         if "_source" in vars(self) and (name in _PASSED or name == "collate_fn"):
             self._source.change(name, value)
@@ -263,7 +259,9 @@ class Loader(Door, Generic[T]):
         """`pin_memory`, `timeout`, `prefetch_factor`, `persistent_workers`, ..."""
         if name in _PASSED and "_source" in vars(self):
             return self._source.option(name)
-        raise AttributeError(f"A Loader has no attribute {name!r}.{did_you_mean(name, dir(type(self)))}")
+        raise AttributeError(
+            f"A Loader has no attribute {name!r}.{did_you_mean(name, (known for known in dir(type(self)) if known[0] != '_'))}"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise StateError(
@@ -330,6 +328,12 @@ def _check_arguments(batch_size: Any, dataloader: dict[str, Any]) -> None:
             raise ConfigError(f"salience.Loader takes no {name!r}: {_INSTEAD[name]}.")
         elif name not in _PASSED:
             raise ConfigError(f"salience.Loader has no argument {name!r}.{did_you_mean(name, _known())}")
+
+
+@functools.cache
+def _fixed() -> frozenset[str]:
+    """What a Loader is made with and keeps."""
+    return frozenset(_known() - (_PASSED - {"persistent_workers"}) - {"collate_fn"} | {"dataset", *_INSTEAD})
 
 
 def _known() -> set[str]:

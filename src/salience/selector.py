@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from salience.door import Door, Parts
 from salience.events import EventLog
@@ -83,7 +84,7 @@ class IdSource:
                 span = shard.span(number)
                 yield Batch(shard.plan.window, number, shard.ids(number), content=(ids[span], weights[span]))
 
-    def peek(self, order: npt.NDArray[np.int64], size: int) -> Iterator[Any]:
+    def peek(self, order: npt.NDArray[np.int64], size: int, seeds: Tensor) -> Iterator[Any]:
         """Batches of `size` of these ids, which do not count."""
         for ids in torch.from_numpy(order).to(self._device).split(size):
             yield ids, torch.ones(len(ids), device=self._device)

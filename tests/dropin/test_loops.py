@@ -124,6 +124,28 @@ def nested(loader: Any) -> Any:
     return [(a, [b for b in loader]) for a in loader]  # noqa: C416
 
 
+def unused_and_held(loader: Any) -> Any:
+    held = [iter(loader), iter(loader)]
+    return [list(loader), list(loader)], len(held)
+
+
+def an_older_one_is_held(loader: Any) -> Any:
+    seen = []
+    for _ in range(3):
+        it = iter(loader)  # the last epoch's is still there while this one is made
+        seen += [len(it), *it]
+    return seen
+
+
+def zipped(loader: Any) -> Any:
+    return list(zip(loader, loader, strict=True))
+
+
+def peek_first(loader: Any) -> Any:
+    held, peek = iter(loader), iter(loader)
+    return [next(peek), next(held), next(peek), list(held)]
+
+
 def beyond_the_end(loader: Any) -> Any:
     it = iter(loader)
     seen = list(it)
@@ -208,11 +230,15 @@ def seeded(loop: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return seeds_then
 
 
-def drawn(loader: Any) -> Any:
+def drawn(loader: Any, loop: Callable[[Any], Any] = whole) -> Any:
     random.seed(1)
     np.random.seed(1)  # noqa: NPY002
     torch.manual_seed(1)
-    return [list(loader), torch.rand(2), random.random()]
+    return [loop(loader), torch.rand(2), random.random()]
+
+
+def drawn_with_peeks(loader: Any) -> Any:
+    return drawn(loader, peeks)
 
 
 BY_FIVE = {"batch_size": 5}
@@ -231,6 +257,11 @@ CASES = [
     Case("peeks in order", Numbers, peeks, BY_FIVE, ordered=True),
     Case("next(iter()) again and again", Numbers, first_alone, BY_FIVE),
     Case("a loop in a loop", Numbers, nested, BY_FIVE),
+    Case("unused iterators that are held", Numbers, unused_and_held, BY_FIVE),
+    Case("an older iterator is held", Numbers, an_older_one_is_held, BY_FIVE),
+    Case("zip", Numbers, zipped, BY_FIVE),
+    Case("zip in order", Numbers, zipped, BY_FIVE, ordered=True),
+    Case("the second of two iterators begins", Numbers, peek_first, BY_FIVE),
     Case("next past the end", Numbers, beyond_the_end, BY_FIVE),
     Case("goes on after errors", Fragile, past_errors, BY_FIVE),
     Case("goes on after errors in order", Fragile, past_errors, BY_FIVE, ordered=True),
@@ -243,6 +274,8 @@ CASES = [
     Case("the global generator stays as it is", Numbers, global_state, BY_FIVE),
     Case("generator=torch.default_generator", Numbers, seeded(thrice), {**BY_FIVE, "generator": torch.default_generator}),
     Case("generator=torch.default_generator, unused", Numbers, seeded(unused_iter),
+         {**BY_FIVE, "generator": torch.default_generator}),
+    Case("generator=torch.default_generator, random samples, short last batch", lambda: Drawn(22), drawn_with_peeks,
          {**BY_FIVE, "generator": torch.default_generator}),
     Case("names that salience uses itself", Reading, thrice, BY_FIVE),
     Case("lists with names that salience uses itself", Videos, thrice, BY_FIVE),

@@ -20,6 +20,14 @@ class Numbers(Dataset):
         return i
 
 
+class ManyDrawn(Dataset):
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, i: int) -> tuple[int, float]:
+        return i, float(torch.rand(()))
+
+
 class Worker(Numbers):
     """Which worker read it, with which seed, of which data set."""
 
@@ -58,6 +66,19 @@ def broken_off(loader: Any) -> Any:
     return [next(iter(loader)), list(loader)]
 
 
+def peeks(loader: Any) -> Any:
+    seen = []
+    for k, batch in enumerate(loader):
+        seen.append(batch)
+        if k == 2:
+            seen.append(next(iter(loader)))
+    return seen
+
+
+def zipped(loader: Any) -> Any:
+    return list(zip(loader, loader, strict=True))
+
+
 def past_errors(loader: Any) -> Any:
     it, seen = iter(loader), []
     while True:
@@ -85,6 +106,8 @@ CASES = [
     Case("random numbers of samples", Drawn, twice, TWO),
     Case("random numbers, persistent", Drawn, twice, {**TWO, "persistent_workers": True}),
     Case("random numbers, persistent, in order", Drawn, twice, {**TWO, "persistent_workers": True}, ordered=True),
+    Case("random numbers of peeks", ManyDrawn, peeks, TWO),
+    Case("random numbers of two iterators at once", Drawn, zipped, TWO),
     Case("num_workers can be set", Worker, more_workers, TWO),
     Case("broken off", Numbers, broken_off, TWO),
     Case("broken off, persistent", Numbers, broken_off, {**TWO, "persistent_workers": True}),

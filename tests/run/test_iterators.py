@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 import salience
-from salience.errors import LossError, StateError
+from salience.errors import ConfigError, LossError, StateError
 
 N = 200
 
@@ -314,3 +315,55 @@ def test_a_second_loss_with_ids_is_refused_as_one_without():
     not_yet = torch.from_numpy(loader.plan.shard().ids(5).copy())
     with pytest.raises(LossError, match="was delivered"):
         loader.loss(not_yet.float(), ids=not_yet)
+
+
+def test_len_is_exact_while_the_last_epochs_iterator_is_still_held():
+    loader = salience.Loader(numbers(), 10, epochs=4, select="infobatch")
+    for _ in range(4):
+        it = iter(loader)
+        said, seen = len(it), [feed_losses(loader, x) for x, _ in it]
+        assert said == len(seen)
+
+
+@pytest.mark.parametrize("select", [None, "default"])
+def test_threads_each_get_every_sample_once(select):
+    loader = salience.Loader(numbers(), 10, epochs=30, select=select)
+    begin, seen, failed = threading.Barrier(3), [], []
+
+    def go_through():
+        try:
+            begin.wait()
+            seen.append([i for x, _ in iter(loader) for i in x.tolist()])
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=go_through) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert [sorted(ids) for ids in seen] == [list(range(N))] * 3
+
+
+def test_a_value_that_is_refused_leaves_the_loader_as_it_was():
+    loader = salience.Loader(numbers(), 10)
+    with pytest.raises(ValueError, match="multiprocessing_context"):
+        loader.multiprocessing_context = "no such"
+    loader.timeout = 0
+    assert sum(1 for _ in loader) == N // 10
+
+
+@pytest.mark.parametrize("name", ["dataset", "select", "epochs", "augment", "seed", "window", "log"])
+def test_what_a_loader_was_made_with_cannot_be_set(name):
+    loader = salience.Loader(numbers(), 10)
+    with pytest.raises(ConfigError, match=f"make a new one with {name}="):
+        setattr(loader, name, None)
+
+
+def test_a_trace_of_an_observed_run_has_the_order_that_was_delivered(tmp_path):
+    loader = salience.Loader(numbers(), 10, epochs=1, trace=tmp_path)
+    unused = iter(loader)
+    seen = torch.cat([x for x, _ in loader]).tolist()
+    assert salience.Trace(tmp_path).read(0).ids.tolist() == seen
+    del unused

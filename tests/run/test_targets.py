@@ -211,3 +211,13 @@ def test_picked_samples_may_have_one_hot_targets_too():
     for x, y in loader:
         loader.loss(F.cross_entropy(x, y, reduction="none"), x, F.one_hot(y, C))
     np.testing.assert_array_equal(loader.ledger.label, plain().label)
+
+
+@pytest.mark.parametrize("losses", [None, [1.0] * 20, 1.0, torch.ones(20, dtype=torch.int64)])
+@pytest.mark.parametrize("caller", ["loss", "pick"])
+def test_losses_that_are_no_tensor_of_floats_are_named(caller, losses):
+    loader = salience.Loader(points(), 20, epochs=2)
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(LossError, match=f"{caller}\\(\\) was given .*floating-point tensor"):
+        getattr(loader, caller)(losses)

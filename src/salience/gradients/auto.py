@@ -1,12 +1,15 @@
-"""`auto`: measures link and compute, predicts what each mode would make of a step, tries the best, keeps it if it is faster.
+"""`auto`: watches what all-reduce costs, predicts what each mode would make of a step, tries the best and keeps what is faster.
 
-    first       5 steps of plain all-reduce, not looked at (DDP rearranges its buckets)
-    then        8 steps with gradients in one piece after the backward pass: how long the link takes, and the rest of a step
-    then        a prediction for each mode; one that promises less than 1.05 times the speed is not tried
-    then        two to four pairs of blocks of steps, plain and with the mode; kept if surely more than 1.02 times as fast
-    from then   every 64 steps the link is timed; if it stays half or twice as fast for five steps, all of this starts again
+    first       3 steps of plain all-reduce, not looked at (DDP rearranges its buckets)
+    then        8 steps of plain all-reduce, watched: how long a step takes, and how long it waits for gradients at its end. No
+                mode can save more than that wait; if it is too short to be worth it, nothing else is measured
+    then        3 steps with gradients in one piece after the backward pass: how long the link takes, and the rest of a step;
+                the work of modes that could win is timed on a part of the model, and each gets a prediction
+    then        a block of steps with the best one, if it promises enough; more blocks by turns where one leaves doubt
+    from then   the wait at the end of steps (all-reduce), the time of an exchange (local steps) or of a message (other modes)
+                is looked at every 64 steps; if it stays half or twice as long, all of this starts again
 
-All ranks decide alike, from the means of what they measured. Lossy modes are said to be lossy when they are tried, and are
+All ranks decide alike, from what all of them measured. Lossy modes are said to be lossy when they are tried, and are
 given up for good when two validation results in a row are below the best one from before.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from salience.events import Event, LeverDecided
-from salience.gradients.costs import Costs, Timed, rehearse, some_gradients
+from salience.gradients.costs import Costs, Timed, rehearse, share_of, some_gradients
 from salience.gradients.exchange import Exchange, Whole
 from salience.gradients.options import resolve
 from salience.stats import paired_interval
@@ -30,13 +34,19 @@ from salience.stats import paired_interval
 if TYPE_CHECKING:
     from salience.gradients.handle import Handle
 
-SKIP, MEASURE, BLOCK, PAIRS, CHECK_EVERY = 5, 8, 6, 4, 64
-"""Steps not looked at, steps measured, steps per block of a trial, most pairs of blocks, steps between looks at the link."""
-WORTH, KEEP, HOPELESS, CHANGED = 1.05, 1.02, 1 / 1.1, 2.0
-"""Speed-ups worth a trial, needed to stay, and that end a trial at once; change of the link after which all starts again."""
-PROBE = 1 << 17
+SKIP, WATCH, PIECE, BLOCK, PAIRS, CHECK_EVERY = 3, 8, 3, 8, 3, 64
+"""Steps not looked at, watched, and with gradients in one piece; steps per block of a trial, most pairs of blocks, steps
+between two looks at the link."""
+SETTLED = SKIP + WATCH + PIECE
+"""Steps after which a decision has been made."""
+WORTH, KEEP, SURE, HOPELESS, CHANGED = 1.15, 1.02, 1.5, 1 / 1.1, 2.0
+"""Speed-ups worth a trial, needed to stay, that need no second pair of blocks, and that end a trial at once; change of the
+link after which all starts again."""
+PROBE = 1 << 18
 """Bytes of the message that times the link."""
-DOUBTS = 4
+HIDDEN = 0.9
+"""Share of the time of H steps up to which an exchange of parameters counts as hidden behind them."""
+DOUBTS = 3
 """Looks in a row at a changed link before it is believed."""
 CANDIDATES = ("bf16", "lowrank", "topk", "local")
 """Modes that are tried, the mildest first."""
@@ -50,7 +60,7 @@ class Trial:
     options: dict[str, Any]
     length: int
     """Steps per block."""
-    on: bool = False
+    on: bool = True
     block: list[float] = field(default_factory=list[float])
     without: list[float] = field(default_factory=list[float])
     with_mode: list[float] = field(default_factory=list[float])
@@ -63,14 +73,15 @@ class Trial:
         return [math.log(a / b) for a, b in zip(self.without, self.with_mode, strict=False)]
 
     @property
-    def over(self) -> bool:
-        """Enough pairs, or fewer that leave no doubt: a first one that is hopeless, or two that agree."""
+    def verdict(self) -> bool | None:
+        """True to keep the mode, False to leave it, None while a pair is not complete or leaves doubt."""
         gains = self.gains
         if len(gains) < len(self.without):
-            return False
+            return None
         sure = paired_interval(gains, 0.90)
-        clear = sure is not None and sure.low is not None and sure.low > math.log(KEEP)
-        return clear or len(gains) >= PAIRS or gains[0] < math.log(HOPELESS)
+        if gains[0] > math.log(SURE) or (sure is not None and sure.low is not None and sure.low > math.log(KEEP)):
+            return True
+        return False if len(gains) >= PAIRS or gains[0] < math.log(HOPELESS) else None
 
 
 class Chooser:
@@ -84,78 +95,125 @@ class Chooser:
         self.adopted = ""
         """The mode in use since a trial; empty for all-reduce."""
         self.trial: Trial | None = None
-        self._link = 0.0
-        """Seconds of the probing message when the mode was chosen."""
+        self._seconds: deque[float] = deque(maxlen=WATCH)
+        """Of the last steps."""
         self._best, self._below = -math.inf, 0
         self._restart()
+        if not lossy:
+            self._tell("skip", "allreduce", reason="lossy=False leaves nothing to choose from; nothing is measured")
 
     def _restart(self) -> None:
         self.handle.switch("allreduce", {})
         self.adopted, self.trial, self._step = "", None, 0
-        self._plain = self.handle.traffic.exchange
-        whole = Whole(self.handle.links.main, overlap=False)
-        self._timed = Timed(whole if self.handle.links.nodes is None else self._plain)
+        self._plain = Timed(self.handle.traffic.exchange, WATCH)
+        self._piece = self._plain
+        if self.handle.links.nodes is None:
+            self._piece = Timed(Whole(self.handle.links.main, overlap=False), PIECE)
+        self.handle.traffic.exchange = self._plain
+        self._seconds.clear()
+        self._pace: float | None = None
+        """Seconds of a wait, an exchange or a message when the mode was chosen; None if the next look sets it."""
         self._doubts = 0
         """Looks in a row at which the link seemed to have changed."""
-        self._seconds: list[float] = []
-        self._sending: list[float] = []
         self._since = time.perf_counter()
 
     def step(self) -> None:
         """The optimizer has made a step."""
         seconds = time.perf_counter() - self._since
         self._step += 1
+        self._seconds.append(seconds)
+        if not self.candidates:
+            return
         if self.trial is not None:
             self._follow(self.trial, seconds)
-        elif self._step == SKIP:
-            self.handle.traffic.exchange = self._timed
-        elif SKIP < self._step <= SKIP + MEASURE:
-            self._seconds.append(seconds)
-            self._sending.append(self._timed.seconds)
-            if self._step == SKIP + MEASURE:
-                self.handle.traffic.exchange = self._plain
-                self._decide()
-        elif self._step > SKIP and (self._step % CHECK_EVERY == 0 or self._doubts):
+        elif self._step == SKIP + WATCH:
+            self._watched()
+        elif self._step == SETTLED:
+            self._decide()
+        elif self._step > SETTLED and (self._step - SETTLED) % self._patience == 0:
             self._look()
         self._since = time.perf_counter()
 
     # --- measuring and predicting ---
 
+    @property
+    def _patience(self) -> int:
+        """Steps between two looks at the link: fewer where it seems to have changed, as many as bring something new."""
+        if not self._doubts:
+            return WATCH if self._pace is None else CHECK_EVERY
+        if not self.adopted:
+            return WATCH
+        return 1 if self.handle.local is None else self.handle.local.interval
+
+    @property
+    def _device(self) -> torch.device | None:
+        """Where small tensors must lie to travel."""
+        return self.handle.links.main.device
+
     def _mean(self, *numbers: float) -> list[float]:
         """The means over ranks, the same on all. Collective."""
-        return self.handle.links.main.mean(torch.tensor(numbers, dtype=torch.float64)).tolist()
+        return self.handle.links.main.mean(torch.tensor(numbers, dtype=torch.float64, device=self._device)).tolist()
 
-    def _probe(self, size: int) -> float:
-        """Seconds of an all-reduce of `size` bytes, the best of three, the mean over ranks. Collective."""
-        times: list[float] = []
-        for _ in range(3):
+    def _probe(self, size: int, times: int = 1) -> float:
+        """Seconds of an all-reduce of `size` bytes, the best of some, the mean over ranks. Collective."""
+        found: list[float] = []
+        for _ in range(times):
             start = time.perf_counter()
-            self.handle.links.main.mean(torch.zeros(size // 4))
-            times.append(time.perf_counter() - start)
-        return self._mean(min(times))[0]
+            self.handle.links.main.mean(torch.zeros(size // 4, device=self._device)).sum().item()
+            found.append(time.perf_counter() - start)
+        return self._mean(min(found))[0]
+
+    def _waits(self) -> tuple[float, float]:
+        """Seconds of a step, and those in which it waits for gradients at its end: medians of the last steps. Collective.
+
+        The rank that comes last waits for the link alone, so the shortest wait of a step counts.
+        """
+        row = torch.tensor([*self._seconds, *self._plain.seconds], dtype=torch.float64, device=self._device)
+        seconds, waits = self.handle.links.main.gather(row).cpu().view(-1, 2, WATCH).unbind(1)
+        return seconds.mean(0).median().item(), waits.amin(0).median().item()
+
+    def _watched(self) -> None:
+        """Is the wait at the end of a step long enough to look further?"""
+        step, wait = self._waits()
+        self._pace = wait
+        ceiling = step / max(step - wait, 1e-9)
+        if ceiling < WORTH:
+            self._step = SETTLED
+            shown = f"steps wait {1000 * wait:.1f} of {1000 * step:.1f} ms for gradients"
+            self._tell("skip", "allreduce", predicted=ceiling, reason=f"{shown}; no mode can gain {WORTH:g}x")
+            return
+        self._step_seconds = step
+        self.handle.traffic.exchange = self._piece
 
     def _decide(self) -> None:
-        candidates = [mode for mode in self.candidates if mode not in self.refused]
-        gradients = some_gradients([p for p in self.handle.ddp.parameters() if p.requires_grad])
-        rehearsed = [rehearse(mode, self.handle.links.main.world, gradients) for mode in candidates]
-        latency, self._link = self._probe(4), self._probe(PROBE)
-        step, link, *encode = self._mean(
-            statistics.median(self._seconds), statistics.median(self._sending), *(seconds for seconds, _ in rehearsed)
+        """Predict what each mode would make of a step, and try the best if it promises enough."""
+        self.handle.traffic.exchange = self._plain
+        parameters = [p for p in self.handle.ddp.parameters() if p.requires_grad]
+        step, exchange, busy = self._mean(
+            statistics.median(list(self._seconds)[-PIECE:]), statistics.median(self._piece.seconds), self._piece.busy
         )
+        world = self.handle.links.main.world
         costs = Costs(
-            compute=max(step - link, 0.0), exchange=link, latency=latency, encode=dict(zip(candidates, encode, strict=True)),
-            share={mode: share for mode, (_, share) in zip(candidates, rehearsed, strict=True)},
+            plain=self._step_seconds, compute=max(step - exchange, 0.0), exchange=exchange, busy=busy,
+            latency=self._probe(4, 2), share={mode: share_of(mode, world, parameters) for mode in self.candidates},
         )  # fmt: skip
-        mode = costs.best(candidates)
-        speedup = costs.predict("allreduce") / costs.predict(mode) if mode else 1.0
-        shown = f"all-reduce takes {1000 * link:.1f} of {1000 * step:.1f} ms per step"
+        allowed = [mode for mode in self.candidates if mode not in self.refused]
+        # Its own work cannot make a mode faster: those that would not win without it need not be rehearsed.
+        hopeful = [mode for mode in allowed if costs.speedup(mode) >= WORTH]
+        sample, scale = some_gradients(parameters)
+        found = self._mean(0.0, *(scale * rehearse(mode, world, sample) for mode in hopeful))[1:]
+        costs.encode.update(zip(hopeful, found, strict=True))
+        mode = costs.best(hopeful)
+        speedup = costs.speedup(mode) if mode else 1.0
+        shown = f"all-reduce takes {1000 * exchange:.1f} ms of link time, a step {1000 * costs.plain:.1f} ms"
         if speedup < WORTH:
             self._tell("skip", mode or "allreduce", predicted=speedup, reason=f"{shown}; nothing promises {WORTH:g}x")
             return
         self._tell("try", mode, predicted=speedup, reason=f"{shown}; {mode} is lossy, so validate the result")
         given = {"steps": costs.local_steps} if mode == "local" else {}
         length = 2 * costs.local_steps if mode == "local" else BLOCK
-        self.trial = Trial(mode=mode, options=resolve(mode, given), length=length)
+        self.trial = Trial(mode=mode, options=resolve(mode, given), length=length, without=[costs.plain])
+        self._turn(self.trial)
 
     # --- trying ---
 
@@ -164,26 +222,28 @@ class Chooser:
         trial.block.append(seconds)
         if len(trial.block) < trial.length:
             return
-        (mean,) = self._mean(statistics.fmean(trial.block[1:]))  # the first waits for what the switch began
+        # What a switch begins is over after half a block with the mode, after a step without it.
+        steady = trial.block[trial.length // 2 :] if trial.on else trial.block[1:]
+        (mean,) = self._mean(statistics.fmean(steady))
         (trial.with_mode if trial.on else trial.without).append(mean)
-        trial.block, trial.on = [], not trial.on
-        if not trial.over:
+        trial.block = []
+        if trial.verdict is None:
+            trial.on = not trial.on
             self._turn(trial)
             return
         interval = paired_interval(trial.gains, 0.90)
         assert interval is not None
         low, high = (None if end is None else math.exp(end) for end in (interval.low, interval.high))
-        kept = low is not None and low > KEEP
-        self.trial = None
+        self.trial, kept = None, trial.verdict
         self._tell(
             "keep" if kept else "undo", trial.mode, measured=math.exp(interval.mean), interval=(low, high),
             reason="faster by turns; lossy, so validate the result" if kept else "not surely faster by turns",
         )  # fmt: skip
+        self._step = SETTLED
         if kept:
-            self.adopted, trial.on = trial.mode, True
-            self._turn(trial)
+            self.adopted, self._pace = trial.mode, None
         else:
-            self.handle.switch("allreduce", {})
+            self.handle.switch("allreduce", {}, self._plain)
 
     def _turn(self, trial: Trial) -> None:
         """Begin a block: plain, or with the mode."""
@@ -196,24 +256,38 @@ class Chooser:
     # --- afterwards ---
 
     def _look(self) -> None:
-        """Has the link changed, or have validation results ruled the mode out? The same answer on all ranks."""
-        now = self._probe(PROBE)
-        worse = self._mean(float(self._below >= 2))[0] > 0
-        if worse and self.adopted:
+        """Has the link changed, or have validation results ruled the mode out? The same answer on all ranks. Collective."""
+        if self.adopted and self._mean(float(self._below >= 2))[0] > 0:
             self._tell(
                 "undo", self.adopted, reason="two validation results in a row are below the best one from before it"
             )
             self.refused.append(self.adopted)
             self._below = 0
             self._restart()
-        elif 1 / CHANGED < now / max(self._link, 1e-9) < CHANGED:
+            return
+        before, now, matters = self._pace, *self._pace_now()
+        if before is None:
+            self._pace = now
+        elif not matters or 1 / CHANGED < now / max(before, 1e-9) < CHANGED:
             self._doubts = 0
         elif self._doubts < DOUBTS:
-            self._doubts += 1  # a busy moment; ask again after the next step
+            self._doubts += 1  # a busy moment; ask again soon
         else:
-            text = f"{PROBE // 1024} kB take {1000 * now:.1f} ms instead of {1000 * self._link:.1f}, so all is measured again"
+            text = f"exchanges take {1000 * now:.1f} ms instead of {1000 * before:.1f}, so all is measured again"
             self._tell("undo" if self.adopted else "skip", self.adopted or "allreduce", reason=text)
             self._restart()
+
+    def _pace_now(self) -> tuple[float, bool]:
+        """Seconds that tell how fast the link is, and whether a change of them would matter. Collective."""
+        if not self.adopted:
+            step, wait = self._waits()
+            return wait, step / max(step - wait, 1e-9) >= WORTH
+        local = self.handle.local
+        if local is None:
+            return self._probe(PROBE), True
+        # A message would meet the exchange that is under way, which takes about half as long as all-reduce would.
+        exchange, step = self._mean(local.seconds, statistics.median(self._seconds))
+        return exchange, step + 2 * exchange < WORTH * step or exchange > HIDDEN * local.interval * step
 
     def on_event(self, event: Event) -> None:
         """Follow validation results: those from before a mode is in use set the mark that it must reach."""
@@ -229,15 +303,10 @@ class Chooser:
         self.handle.tell(LeverDecided(window=window, lever=f'sync(mode="{mode}")', action=action, **more))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"adopted": self.adopted, "refused": self.refused, "best": self._best, "link": self._link}
+        return {"adopted": self.adopted, "refused": self.refused, "best": self._best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the mode that a trial kept; otherwise measure from the start."""
         self.refused, self._best = list(state["refused"]), float(state["best"])
         if state["adopted"]:
-            self.adopted, self._link, self._step, self.trial = (
-                state["adopted"],
-                float(state["link"]),
-                SKIP + MEASURE,
-                None,
-            )
+            self.adopted, self._pace, self._step, self.trial = state["adopted"], None, SETTLED, None

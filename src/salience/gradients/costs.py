@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from salience.gradients.exchange import Exchange
+from salience.gradients.exchange import Exchange, join
 from salience.gradients.modes import MAKERS
 from salience.gradients.options import resolve
+from salience.gradients.rounding import RoundedMean
+from salience.gradients.rules import matrix_shape
 
 MESSAGES = {"allreduce": 1, "bf16": 1, "lowrank": 2, "topk": 1, "local": 3}
 """Collectives per exchange."""
@@ -27,13 +31,17 @@ FEWEST_STEPS, MOST_STEPS, MARGIN = 4, 64, 1.25
 class Costs:
     """Seconds, as the mean over ranks."""
 
+    plain: float
+    """Of a step with plain all-reduce."""
     compute: float
     """Of a step without any exchange."""
     exchange: float
     """Of plain all-reduce of all gradients, in one piece."""
+    busy: float
+    """In which that exchange keeps a processor busy: they are not hidden by computing where no core is idle."""
     latency: float
     """Of the smallest message."""
-    encode: Mapping[str, float] = field(default_factory=dict[str, float])
+    encode: dict[str, float] = field(default_factory=dict[str, float])
     """Of the work of each mode on this machine, nothing sent."""
     share: Mapping[str, float] = field(default_factory=dict[str, float])
     """Bytes that each mode sends, over those of all-reduce."""
@@ -51,11 +59,15 @@ class Costs:
 
     def predict(self, mode: str) -> float:
         """Seconds per step in a mode."""
+        encode = self.encode.get(mode, 0.0)
         if mode == "local":
-            return (
-                max(self.compute, self.travel(mode) / self.local_steps) + self.encode.get(mode, 0.0) / self.local_steps
-            )
-        return self.compute + self.encode.get(mode, 0.0) + self.travel(mode)
+            own = encode + self.share.get(mode, 1.0) * self.busy
+            return max(self.compute, self.travel(mode) / self.local_steps) + own / self.local_steps
+        return self.compute + encode + self.travel(mode)
+
+    def speedup(self, mode: str) -> float:
+        """How many times as fast as plain all-reduce."""
+        return self.plain / max(self.predict(mode), 1e-9)
 
     def best(self, candidates: Sequence[str]) -> str:
         """The fastest candidate, or an earlier one that is nearly as fast; empty without any."""
@@ -65,25 +77,50 @@ class Costs:
 
 
 class Timed:
-    """An exchange that also says how long it took."""
+    """An exchange that also says how long its last part took, once all gradients were there, in the last `steps` steps."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, steps: int) -> None:
         self.exchange, self.lossy = exchange, exchange.lossy
-        self.seconds = 0.0
+        self._host: deque[tuple[float, float]] = deque(maxlen=steps)
+        self._device: deque[tuple[Any, Any]] = deque(maxlen=steps)
 
     def begin(self, bucket: Tensor) -> None:
         self.exchange.begin(bucket)
 
     def finish(self, gradients: Sequence[Tensor]) -> None:
-        start = time.perf_counter()
+        on_gpu = bool(gradients) and gradients[0].is_cuda  # there the stream waits, and the host goes on
+        before = _mark() if on_gpu else None
+        start, busy = time.perf_counter(), time.process_time()
         self.exchange.finish(gradients)
-        self.seconds = time.perf_counter() - start
+        self._host.append((time.perf_counter() - start, time.process_time() - busy))
+        if on_gpu:
+            self._device.append((before, _mark()))
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of the last steps; on a GPU this waits for the device."""
+        if not self._device:
+            return [seconds for seconds, _ in self._host]
+        self._device[-1][1].synchronize()
+        return [start.elapsed_time(end) / 1000 for start, end in self._device]
+
+    @property
+    def busy(self) -> float:
+        """Processor seconds of this process meanwhile, per step."""
+        return statistics.median(busy for _, busy in self._host)
 
     def state_dict(self) -> dict[str, Any]:
         return self.exchange.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.exchange.load_state_dict(state)
+
+
+def _mark() -> Any:
+    """A point of the current CUDA stream."""
+    mark = torch.cuda.Event(enable_timing=True)
+    mark.record()
+    return mark
 
 
 class NoLink:
@@ -100,24 +137,58 @@ class NoLink:
         self.sent += (self.world - 1) * row.nbytes
         return row.repeat(self.world, 1)
 
+    def shuffle(self, rows: Tensor) -> Tensor:
+        return rows
 
-def rehearse(mode: str, world: int, gradients: Sequence[Tensor]) -> tuple[float, float]:
-    """Seconds of a mode's own work, and its bytes over those of all-reduce, by exchanging with nobody; second time of two."""
-    if mode == "local":
-        return 0.0, 0.5
+
+def rehearse(mode: str, world: int, gradients: Sequence[Tensor]) -> float:
+    """Seconds of a mode's own work on some gradients, nobody there to exchange with; the second time of two."""
     link: Any = NoLink(world)
+    start = 0.0
+    if mode == "local":
+        mean, flat = RoundedMean(link), join(gradients)
+        for _ in range(2):
+            start = time.perf_counter()
+            mean(flat, 1)
+        return time.perf_counter() - start
     given = {"overlap": False} if mode == "bf16" else {**resolve(mode, {}), "warmup": 0}
     exchange = MAKERS[mode](link, **given)
-    seconds = 0.0
     for _ in range(2):
-        copies, link.sent = [one.clone() for one in gradients], 0.0
+        copies = [one.clone() for one in gradients]
         start = time.perf_counter()
         exchange.finish(copies)
-        seconds = time.perf_counter() - start
-    whole = 2 * (world - 1) / world * sum(one.numel() * 4 for one in gradients)
-    return seconds, link.sent / whole
+    return time.perf_counter() - start
 
 
-def some_gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Numbers of the parameters' shapes that all differ, without a generator."""
-    return [torch.linspace(-1, 1, p.numel(), device=p.device).sin().view(p.shape) for p in parameters]
+def share_of(mode: str, world: int, parameters: Sequence[Tensor]) -> float:
+    """Bytes that a mode sends with its default options, over those of all-reduce; each rank counts its own."""
+    if mode in ("bf16", "local"):
+        return 0.5
+    sizes = [p.numel() for p in parameters]
+    ring = 2 * (world - 1) / world * 4
+    options = resolve(mode, {})
+    sent = 0.0
+    for p, size in zip(parameters, sizes, strict=True):
+        thin = matrix_shape(p.shape, options["rank"]) if mode == "lowrank" else None
+        if mode == "lowrank":
+            sent += ring * (size if thin is None else options["rank"] * sum(thin))
+        else:  # values and where they lie, to every other rank
+            whole = size <= options["small"] or p.dim() < 2
+            sent += (world - 1) * (4 * size if whole else 6 * options["rate"] * size)
+    return sent / (ring * sum(sizes))
+
+
+def some_gradients(parameters: Sequence[Tensor], limit: int = 1 << 20) -> tuple[list[Tensor], float]:
+    """About `limit` numbers in the shapes of the largest parameters, rows cut off where one is too large, and how many times
+    as many there are in all. The numbers all differ, without a generator."""
+    found: list[Tensor] = []
+    left = limit
+    for p in sorted(parameters, key=lambda p: -p.numel()):
+        row = max(1, p[0].numel()) if p.dim() > 1 else 1
+        rows = min(p.numel() // row, max(1, left // row))
+        shape = (rows, *p.shape[1:]) if p.dim() else ()
+        found.append(torch.linspace(-1, 1, rows * row, device=p.device).sin().view(shape))
+        left -= rows * row
+        if left <= 0:
+            break
+    return found, sum(p.numel() for p in parameters) / max(1, sum(one.numel() for one in found))

@@ -49,6 +49,9 @@ class Link:
     def __init__(self, group: Any, notes: Notes, deadline: float) -> None:
         self.group, self.notes, self.deadline = group, notes, deadline
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        nccl = dist.get_backend(group) == "nccl"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        """Where tensors of our own must lie to travel."""
         self.sent = 0.0
         """Bytes that this rank has sent, by the arithmetic of a ring."""
 
@@ -96,7 +99,7 @@ class Link:
 
         On a GPU this makes the current stream wait, not the host: nothing is synchronised.
         """
-        if dist.get_backend(self.group) == "nccl":
+        if self.device.type == "cuda":
             work.wait()
             return
         end = time.monotonic() + self.deadline

@@ -11,6 +11,7 @@ With an outer step (DiLoCo, Douillard et al. 2023), `a` moves by Nesterov moment
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -73,6 +74,8 @@ class Local:
         """Step after which parameters were sent last."""
         self.rounds = 0
         """Exchanges that have arrived."""
+        self.seconds = 0.0
+        """How long the last exchange took."""
         parameters = [one.detach() for one in ddp.module.parameters() if one.is_floating_point()]
         self._tensors = [*parameters, *(one for one in ddp.module.buffers() if one.is_floating_point())]
         self._parameters = sum(one.numel() for one in parameters)
@@ -134,7 +137,13 @@ class Local:
     def _begin(self, *, together: bool = False) -> None:
         self._sent = join(self._tensors)
         self.last = self.count
-        self._pending = self._thread.submit(self.averager, self._sent - self.anchor, self.count, together=together)
+        self._pending = self._thread.submit(self._exchange, self._sent - self.anchor, self.count, together=together)
+
+    def _exchange(self, vector: Tensor, count: int, *, together: bool) -> list[Tensor]:
+        start = time.perf_counter()
+        updates = self.averager(vector, count, together=together)
+        self.seconds = time.perf_counter() - start
+        return updates
 
     def _arrive(self) -> None:
         if self._pending is None or self._sent is None:

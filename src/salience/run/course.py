@@ -67,6 +67,11 @@ class Course:
         return self.open and self.shard is not None and len(self.delivered) == len(self.shard)
 
     @property
+    def left(self) -> int:
+        """Batches of the open window that were not delivered."""
+        return 0 if not self.open or self.shard is None else len(self.shard) - len(self.delivered)
+
+    @property
     def visits_before(self) -> int:
         """Sample visits of the windows that are closed, over all ranks."""
         return self._visited

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from salience.errors import StateError
 from salience.plan import Shard
+from salience.run.order import Drawn
 from salience.run.part import Batch
 from salience.run.run import Run
 
@@ -31,8 +33,11 @@ class BatchSource(Protocol):
         """The batches of `shard` but for those in `done`; an exception from one of them does not end it."""
         ...
 
-    def peek(self, order: npt.NDArray[np.int64], size: int) -> Iterator[Any]:
-        """What the loop would receive for these ids, in batches of `size`, apart from the run."""
+    def peek(self, order: npt.NDArray[np.int64], size: int, seeds: Tensor) -> Iterator[Any]:
+        """What the loop would receive for these ids, in batches of `size`, apart from the run.
+
+        `seeds` is the state of the generator that workers are seeded from.
+        """
         ...
 
 
@@ -43,6 +48,8 @@ class Iterators:
         self.run, self.source = run, source
         self.serial = 0
         """Changes when every iterator handed out so far has become stale."""
+        self.lock = threading.RLock()
+        """Held while an iterator is asked for a batch: several threads may iterate."""
         self._counts: weakref.ref[BatchIterator] | None = None
         self._peeks = 0
 
@@ -62,16 +69,26 @@ class Iterators:
         shard = run.open(worker_seed=draws, workers=source.has_workers, goes_on=goes_on)
         return source.start(shard, frozenset(run.course.delivered))
 
-    def peek(self) -> Iterator[Any]:
-        """Batches that do not count, in an order of their own."""
+    def claim_back(self, one: BatchIterator, order: Drawn | None) -> Iterator[Batch]:
+        """The window that `one` had opened, and another iterator planned anew before either of them delivered a batch."""
+        other = self.other(one)
+        if other is not None:
+            other.let_go()
+        self._counts = weakref.ref(one)
+        shard = self.run.open_again(order if self.source.has_workers else None)
+        return self.source.start(shard, frozenset(self.run.course.delivered))
+
+    def peek(self, before: Drawn | None) -> Iterator[Any]:
+        """Batches that do not count, in an order of their own: the one drawn `before`, at iter(), if there is one."""
         self._peeks += 1
-        setup, drawn = self.run.setup, self.run.planning.peek_order(self._peeks)
-        order = np.fromiter(itertools.islice(drawn, setup.n), dtype=np.int64)[setup.rank :: setup.world]
+        setup = self.run.setup
+        drawn = self.run.planning.peek(self._peeks, before, workers=self.source.has_workers)
+        order = drawn.ids[setup.rank :: setup.world]
         if setup.drop_last:
             order = order[: len(order) // setup.rank_batch * setup.rank_batch]
         if len(order):
-            yield from self.source.peek(order, setup.rank_batch)
-        next(drawn, None)  # a plain shuffle draws once more at its end
+            yield from self.source.peek(order, setup.rank_batch, drawn.state)
+        next(drawn.rest, None)  # a plain shuffle draws once more at its end
 
 
 class BatchIterator(Iterator[Any]):
@@ -88,9 +105,13 @@ class BatchIterator(Iterator[Any]):
         self._peeking: Iterator[Any] | None = None
         self._batch: Batch | None = None
         """The batch the loop is working on."""
-        self._done = self._failed = self._ends = self._claimed = False
-        if iterators.other(self) is None:
-            self._claim()
+        self._done = self._failed = self._ends = self._claimed = self._started = False
+        self._drawn: Drawn | None = None
+        """The order that a plain shuffle drew for it at iter()."""
+        with iterators.lock:
+            other = iterators.other(self)
+            if other is None or not other.in_use:
+                self._claim()
 
     def __iter__(self) -> BatchIterator:
         return self
@@ -112,33 +133,42 @@ class BatchIterator(Iterator[Any]):
         return self._ends and (course.complete or not course.open)
 
     def __next__(self) -> Any:
+        with self._iterators.lock:
+            return self._next()
+
+    def _next(self) -> Any:
         if self._peeking is not None:
             return self._peek()
         if self._done:
             raise StopIteration
         if self._serial != self._iterators.serial:
             raise StateError("This iterator was taken before load_state_dict(); call iter(loader) again.")
+        run, source = self._iterators.run, self._iterators.source
         if self._arriving is None:
             other = self._iterators.other(self)
             if other is not None and other.in_use:
-                self._peeking = self._iterators.peek()
+                self._peeking = self._iterators.peek(self._drawn)
                 return self._peek()
-            if self._claimed:
+            if self._started:
                 raise StateError("Another iterator of this loader has taken over; call iter(loader) again.")
-            self._claim()
-        run = self._iterators.run
-        self._failed = True
+            if self._claimed and run.course.pending:
+                self._arriving = self._iterators.claim_back(self, self._drawn)
+            else:
+                self._claim()
+        self._failed = self._started = True
         if self._batch is not None:
             batch, self._batch = self._batch, None
             run.take_back(batch)
+        if run.course.left == 1 and self._ends and not source.has_workers and run.setup.short_tail:
+            run.planning.order.finish()  # the sampler of a DataLoader comes to its end before the last batch is read
         while self._batch is None:
             try:
                 self._batch = next(self._arriving)  # pyright: ignore[reportArgumentType]
             except StopIteration:
                 self._next_window()
         content = run.deliver(self._batch)
-        if run.course.complete and self._ends and (self._iterators.source.has_workers or run.setup.short_tail):
-            run.planning.order.finish()  # a DataLoader's sampler has come to its end by now
+        if run.course.complete and self._ends and source.has_workers:
+            run.planning.order.finish()
         self._failed = False
         return content
 
@@ -151,7 +181,9 @@ class BatchIterator(Iterator[Any]):
     def _claim(self, *, goes_on: bool = False) -> None:
         """Open the next window; its batches count."""
         self._arriving, self._claimed = self._iterators.claim(self, goes_on=goes_on), True
-        self._ends = self._iterators.run.ends_epoch
+        run = self._iterators.run
+        self._ends = run.ends_epoch
+        self._drawn = run.planning.order.drawn if run.redraws else None
 
     def _next_window(self) -> None:
         """Go on with the epoch's next window; StopIteration after its last one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,19 @@ from salience.errors import ConfigError
 
 GLOBAL = "global"
 """Given as `generator`: draw from torch's global generator, as a DataLoader that was given none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawn:
+    """The order of one epoch."""
+
+    ids: npt.NDArray[np.int64]
+    state: Tensor
+    """The generator before it drew; workers are seeded from here."""
+    worker_seed: bool
+    """True if a seed for workers was drawn first."""
+    rest: Iterator[int] = field(default_factory=lambda: iter(()))
+    """The sampler behind its last id: what it draws once more at its end."""
 
 
 class PlainOrder:
@@ -35,42 +49,65 @@ class PlainOrder:
         self._own = None if isinstance(given, str) else given
         """The generator that shuffles; None = one that is seeded anew by each epoch's second draw."""
         self.generator = torch.default_generator if isinstance(given, str) else given
-        self.state: Tensor = self.generator.get_state()
-        """The generator before the window in progress drew from it; workers are seeded from here."""
-        self._drew_worker_seed, self._finished = True, True
-        self._rest: Iterator[int] = iter(())
+        nothing = np.empty(0, dtype=np.int64)
+        self.drawn = Drawn(ids=nothing, state=self.generator.get_state(), worker_seed=True, rest=iter(()))
+        """The order of the epoch in progress."""
+        self._put_back: Drawn | None = None
+        self._finished = True
+
+    @property
+    def state(self) -> Tensor:
+        """The generator before the epoch in progress drew from it."""
+        return self.drawn.state
 
     def draw(self, *, worker_seed: bool) -> npt.NDArray[np.int64]:
         """The next window's order, int64 [n]; `worker_seed` = DataLoader would first draw a seed for its workers."""
-        self.state, self._drew_worker_seed, self._finished = self.generator.get_state(), worker_seed, False
+        drawn, self._put_back = self._put_back, None
+        self.drawn, self._finished = drawn or self._draw(worker_seed), False
+        return self.drawn.ids
+
+    def put_back(self, drawn: Drawn) -> None:
+        """The next order is this one, which was drawn before."""
+        self._put_back = drawn
+
+    def _draw(self, worker_seed: bool) -> Drawn:
+        state = self.generator.get_state()
         if worker_seed:
-            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-        self._rest = self._sampler()
-        return np.fromiter(itertools.islice(self._rest, self.n), dtype=np.int64, count=self.n)
+            self._worker_seed()
+        rest = self._sampler()
+        ids = np.fromiter(itertools.islice(rest, self.n), dtype=np.int64, count=self.n)
+        return Drawn(ids=ids, state=state, worker_seed=worker_seed, rest=rest)
+
+    def _worker_seed(self) -> None:
+        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
 
     def _sampler(self) -> Iterator[int]:
         return iter(RandomSampler(range(self.n), generator=self._own) if self.shuffle else range(self.n))
 
-    def peek(self) -> Iterator[int]:
-        """An order beside the window in progress, drawn as a second iter() of a DataLoader would."""
-        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-        return self._sampler()
+    def peek(self, before: Drawn | None, *, workers: bool) -> Drawn:
+        """An order beside the one in progress, as a second iter() of a DataLoader draws it; `before` = what iter() drew then.
+
+        Without workers a DataLoader draws at iter() a seed alone, and the order at the first batch.
+        """
+        if before is None:
+            return self._draw(True)
+        return before if workers else self._draw(False)
 
     def unused(self, *, workers: bool) -> None:
         """Nobody took a batch of that order: DataLoader would have drawn the seed, and with workers the order too."""
         if not workers:
             self.generator.set_state(self.state)
-            if self._drew_worker_seed:
-                torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+            if self.drawn.worker_seed:
+                self._worker_seed()
 
     def finish(self) -> None:
         """A plain shuffle draws once more at its end, where a loop runs into it."""
-        next(self._rest, None)
+        next(self.drawn.rest, None)
         self._finished = True
 
     def mark(self) -> None:
         """Plain windows go on from here."""
-        self.state = self.generator.get_state()
+        self.drawn = replace(self.drawn, state=self.generator.get_state())
 
     def state_dict(self, *, in_window: bool) -> dict[str, Any]:
         """Where the generator stands; between two epochs, where it will once the loop runs into the end of the last."""
@@ -81,7 +118,7 @@ class PlainOrder:
             torch.randperm(self.n, generator=ahead)
             now = ahead.get_state()
         state = self.state.clone() if in_window else now
-        return {"generator": state, "now": now, "drew_worker_seed": self._drew_worker_seed}
+        return {"generator": state, "now": now, "drew_worker_seed": self.drawn.worker_seed}
 
     def load_state_dict(self, state: Mapping[str, Any], *, in_window: bool) -> npt.NDArray[np.int64]:
         """Bring the generator to where it stood; inside an epoch, that is after its draws. Returns the epoch's order."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from salience.ledger import COLUMNS, Ledger
 from salience.ledger.copies import Copies
 from salience.plan import Plan, Shard, Trace
 from salience.run.even import at_mean_share, of_steps
-from salience.run.order import PlainOrder
+from salience.run.order import Drawn, PlainOrder
 from salience.run.part import Part, Setup, Voice
 from salience.run.selection import Select, resolve
 from salience.seeds import EVEN, PEEK, WORKERS, generator, torch_seed
@@ -132,7 +132,7 @@ class Planning(Part):
     @property
     def redraws(self) -> bool:
         """True if taking up the open window once more draws its order anew, as every iter() of a DataLoader does."""
-        return self.config is None and self._piece == 0
+        return self.config is None and self._piece == 0 and self._setup.ranks is None  # one rank may do so alone
 
     def planned(self, plan: Plan) -> None:
         """Write the final plan to the trace, where one is recorded."""
@@ -154,11 +154,14 @@ class Planning(Part):
     def close(self, *, finished: bool) -> None:
         self._in_window, self._piece = False, (self._piece + 1) % self._setup.pieces
 
-    def peek_order(self, number: int) -> Iterator[int]:
-        """Ids in the order of an iterator that does not count; `number` is that of the peek."""
-        if self.config is None and self._setup.ranks is None:  # ranks must draw alike, and one may peek alone
-            return self.order.peek()
-        return iter(generator(self._setup.seed, PEEK, number, self._setup.rank).permutation(self._setup.n).tolist())
+    def peek(self, number: int, before: Drawn | None, *, workers: bool) -> Drawn:
+        """The order of an iterator that does not count, `before` = the one it drew at iter(); `number` is that of the peek."""
+        setup = self._setup
+        if self.config is None and setup.ranks is None:  # ranks must draw alike, and one may peek alone
+            return self.order.peek(before, workers=workers)
+        ids = generator(setup.seed, PEEK, number, setup.rank).permutation(setup.n)
+        seeds = torch.Generator().manual_seed(torch_seed(setup.seed, PEEK, number, setup.rank))
+        return Drawn(ids=ids, state=seeds.get_state(), worker_seed=False)
 
     def seed_workers(self, workers: torch.Generator, window: int) -> None:
         """Bring the generator of the DataLoader inside to where a plain one would be, or to the window's own seed."""

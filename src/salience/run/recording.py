@@ -407,6 +407,13 @@ def _ids_of(visits: _Visits, number: int) -> npt.NDArray[np.int64]:
     return ids if rows is None else ids[rows]
 
 
+def check_tensor(caller: str, losses: object) -> None:
+    """Raise LossError unless losses are a tensor of floating-point numbers."""
+    if not isinstance(losses, Tensor) or not losses.is_floating_point():
+        kind = losses.dtype if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+        raise LossError(f"{caller}() was given {kind}; pass the losses as a floating-point tensor, one per sample.")
+
+
 def check_losses(caller: str, losses: Tensor, batch: Batch, kept: Tensor | None) -> None:
     """Raise LossError unless there is one loss per sample of the batch, or of those that were picked."""
     count = len(batch.ids) if kept is None else len(kept)

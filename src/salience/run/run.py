@@ -24,9 +24,10 @@ from salience.run.course import Course
 from salience.run.deciding import Deciding, check_auto
 from salience.run.feeding import Feeding
 from salience.run.labels import Targets
+from salience.run.order import Drawn
 from salience.run.part import Batch, Part, Setup, Voice
 from salience.run.planning import Planning
-from salience.run.recording import Recording, check_counts, check_losses
+from salience.run.recording import Recording, check_counts, check_losses, check_tensor
 from salience.run.sensing import Sensing
 from salience.run.staging import Staging, check_stages
 from salience.run.watching import Watching
@@ -127,16 +128,36 @@ class Run:
             self.planning.planned(shard.plan)
             if self.sensing.scorer is not None:
                 self.sensing.ask_scores(shard.plan.ids, course.window)
-        elif self.planning.redraws and self.staging is None and not course.resumed:
+        elif self.redraws:
             self.planning.order.unused(workers=workers)  # as a DataLoader, whose every iter() draws
-            course.replace(self._divide(self._plan(worker_seed)))
+            self._plan_again(worker_seed)
+        return self._open_parts()
+
+    def open_again(self, order: Drawn | None) -> Shard:
+        """Take up the pending window for an iterator that had opened it before another one did, in its own `order`."""
+        if order is not None:
+            self.planning.order.put_back(order)
+            self._plan_again(order.worker_seed)
+        return self._open_parts()
+
+    @property
+    def redraws(self) -> bool:
+        """True if taking up the pending window once more draws its order anew."""
+        return self.planning.redraws and self.staging is None and not self.course.resumed
+
+    def _plan_again(self, worker_seed: bool) -> None:
+        shard = self._divide(self._plan(worker_seed))
+        self.course.replace(shard)
+        self.planning.planned(shard.plan)
+
+    def _open_parts(self) -> Shard:
         self.choose_parts()
-        shard = course.shard
+        shard = self.course.shard
         assert shard is not None
         if self.feeding is not None and self.staging is not None:
             self.feeding.unread = self.staging.treating.unread(shard.plan)
         for part in self.parts:
-            part.open(shard, frozenset(course.delivered))
+            part.open(shard, frozenset(self.course.delivered))
         return shard
 
     def deliver(self, batch: Batch) -> Any:
@@ -245,6 +266,7 @@ class Run:
     ) -> Tensor:
         """Record the losses of a batch and return their weighted mean."""
         begin = time.perf_counter()
+        check_tensor("loss", losses)
         self.watching.steps.on_loss(losses.device)
         batch = self.recording.batch_for_loss(ids, again=again)
         kept = batch.kept
@@ -280,6 +302,7 @@ class Run:
         power: float | None,
     ) -> Tensor:
         """Record a whole batch as seen, and choose the samples of it to train on."""
+        check_tensor("pick", losses)
         batch, picks = self.recording.batch_of(None), self.planning.picks
         check_losses("pick", losses, batch, None)
         if not len(losses):

@@ -108,9 +108,11 @@ class WorkerSource:
         """Set an option of the DataLoader inside, or its collate function, from the next iter() on."""
         if name == "collate_fn":
             self.collate, self._collate = value, self._whole_collate(value)
-        else:
-            self.options[name] = WorkerInit(self._dataset, value) if name == "worker_init_fn" else value
-        self.inner = self._make(self.options)
+        elif name == "worker_init_fn":
+            value = WorkerInit(self._dataset, value)
+        options = self.options if name == "collate_fn" else {**self.options, name: value}
+        self.inner = self._make(options)  # refuses what cannot be
+        self.options.update(options)
         self._feeding.workers = self.num_workers
 
     def option(self, name: str) -> Any:
@@ -140,13 +142,14 @@ class WorkerSource:
         self._planning.seed_workers(self._generator, shard.plan.window)
         return Arrivals(self, iter(self.inner), shard.plan.window, self._feeding, self._watching)
 
-    def peek(self, order: npt.NDArray[np.int64], size: int) -> Iterator[Any]:
+    def peek(self, order: npt.NDArray[np.int64], size: int, seeds: torch.Tensor) -> Iterator[Any]:
         """Batches of `size` of these ids, apart from the run: by workers of their own, past the cache, recorded nowhere."""
         orders = Orders()
         parts = np.split(order, range(size, len(order), size))
         orders.set(lambda number: Order(number, parts[number]), len(parts))
         options = {**self.options, "num_workers": self.num_workers, "persistent_workers": False}
-        generator = torch.Generator().manual_seed(int(order[0]))
+        generator = torch.Generator()
+        generator.set_state(seeds)
         for envelope in DataLoader(
             self._data, batch_sampler=orders, collate_fn=self._collate, generator=generator, **options,  # pyright: ignore[reportArgumentType]
         ):  # fmt: skip
