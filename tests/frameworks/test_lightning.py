@@ -176,9 +176,35 @@ def test_a_data_module_with_the_mixin_gives_the_loader_itself():
         as_loader(Mine().train_dataloader(), select="default")
 
 
+class Forgets(Module):
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.model(batch[0]), batch[1])
+
+
+def test_a_training_step_that_records_nothing_is_told_early():
+    def train(**options):
+        callback = Salience(**options)
+        run = L.Trainer(
+            accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, max_epochs=1,
+            enable_checkpointing=False, callbacks=[callback],
+        )  # fmt: skip
+        run.fit(Forgets(), DataLoader(data(), 4, shuffle=True))
+        return callback.loader
+
+    with pytest.raises(salience.ConfigError, match=r"Forgets.training_step has recorded no loss"):
+        train(select={"preset": "default", "keep": 0.5})
+    with pytest.warns(UserWarning, match=r"salience: Forgets.training_step"):
+        assert train().visits == N
+
+
+def test_a_dataloader_that_does_not_shuffle_is_observed_in_its_order():
+    loader = as_loader(DataLoader(data(), 8))
+    torch.testing.assert_close(torch.cat([x for x, _ in loader]), data().tensors[0], rtol=0, atol=0)
+
+
 def test_what_cannot_be_planned_is_refused():
     with pytest.raises(salience.ConfigError, match="does not shuffle"):
-        as_loader(DataLoader(data(), 8))
+        as_loader(DataLoader(data(), 8), select="default")
     with pytest.raises(salience.ConfigError, match=r"draws its own samples \(WeightedRandomSampler"):
         as_loader(DataLoader(data(), 8, sampler=WeightedRandomSampler([1.0] * N, N)))
     with pytest.raises(salience.ConfigError, match="returns a list"):

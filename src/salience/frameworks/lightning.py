@@ -23,6 +23,7 @@ from salience.schedule import ProgressLR
 
 try:
     import lightning
+    from lightning.pytorch.utilities import rank_zero_warn
 except ImportError as cause:
     raise MissingExtra.of("lightning", "lightning", "salience.frameworks.lightning") from cause
 
@@ -33,8 +34,15 @@ PASSED = (
 """What a Loader takes over from a DataLoader."""
 
 
+LOSSLESS = 8
+"""Batches without a loss after which a training_step is told that it returns another one."""
+
+
 def as_loader(loader: Any, **options: Any) -> Loader:
-    """A Loader over the data set of a shuffling DataLoader, with its arguments; a Loader is returned as it is."""
+    """A Loader over the data set of a DataLoader, with its arguments; a Loader is returned as it is.
+
+    Where nothing is selected, a DataLoader that does not shuffle stays in its order.
+    """
     if isinstance(loader, Loader):
         if options:
             raise ConfigError(
@@ -45,12 +53,14 @@ def as_loader(loader: Any, **options: Any) -> Loader:
         raise ConfigError(
             f"train_dataloader() returns a {type(loader).__name__}; return a DataLoader or a salience.Loader."
         )
-    if not isinstance(loader.sampler, RandomSampler) or loader.batch_size is None:
+    in_order = isinstance(loader.sampler, SequentialSampler) and options.get("select") is None
+    if not (in_order or isinstance(loader.sampler, RandomSampler)) or loader.batch_size is None:
         own = "does not shuffle" if isinstance(loader.sampler, SequentialSampler) else "draws its own samples"
         raise ConfigError(
             f"The training DataLoader {own} ({type(loader.sampler).__name__}), and the plan sets the order: use shuffle=True, "
             "or salience.Observer to record only."
         )
+    options.setdefault("shuffle", not in_order)
     return Loader(loader.dataset, **{name: getattr(loader, name) for name in PASSED}, **options)
 
 
@@ -113,6 +123,15 @@ class Salience(lightning.Callback):
         return {"scheduler": ProgressLR(optimizer, self.loader, shape), "interval": "step"}
 
     # --- Lightning's hooks ---
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Say early that nothing is recorded, since a selecting run would stop at the end of its first epoch."""
+        if self._batches is None or self.loader.steps.losses or self.loader.steps.count != LOSSLESS:
+            return
+        text = f"{type(pl_module).__name__}.training_step has recorded no loss: return self.salience.loss(losses, logits, y)."
+        if self.options.get("select") is not None:
+            raise ConfigError(text)
+        rank_zero_warn(f"salience: {text}")
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if self.monitor is None or trainer.sanity_checking or self._batches is None:

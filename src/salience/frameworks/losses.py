@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,9 @@ from salience.errors import LossError
 
 IGNORED = -100
 """Label of positions that do not count."""
+
+OwnLosses = Callable[[Any, Mapping[str, Any]], Tensor]
+"""From a model's outputs and inputs to one loss per sample, [B]."""
 
 
 class PerSample(NamedTuple):
@@ -61,7 +65,41 @@ def per_sample_losses(
     )
 
 
-def check_against_model(found: PerSample, outputs: Any) -> bool:
+class TaskLosses:
+    """The losses per sample of one model's batches, and the items in them that weigh alike.
+
+    `shift` = the logits of a decoder at position i are for the label at i + 1. `own(outputs, inputs)` returns losses [B];
+    without it the mean of the first batch is compared with the loss that the model itself returns, which need not compute it
+    from then on.
+    """
+
+    def __init__(self, model: Any, *, shift: bool, smoothing: float, own: OwnLosses | None) -> None:
+        self._config, self._smoothing, self._own = getattr(model, "config", None), smoothing, own
+        feeds_labels = getattr(self._config, "is_encoder_decoder", False)  # to its decoder, which needs no shift
+        self._shift, self._needs_labels = shift and not feeds_labels, feeds_labels or own is not None
+        self._agrees = own is not None
+
+    def __call__(self, model: Any, inputs: dict[str, Any]) -> tuple[PerSample, Any]:
+        """The losses of a batch, and the model's outputs."""
+        drops = self._agrees and not self._needs_labels
+        outputs = model(**{name: value for name, value in inputs.items() if not (drops and name == "labels")})
+        if self._own is not None:
+            return PerSample(self._own(outputs, inputs)), outputs
+        problem = getattr(self._config, "problem_type", None)  # a model finds it out in its first forward pass
+        find = functools.partial(per_sample_losses, outputs, inputs.get("labels"), shift=self._shift, problem=problem)
+        if not self._agrees:
+            check_against_model(find(), outputs)
+            self._agrees = True
+        return find(smoothing=self._smoothing), outputs
+
+    def count_items(self, labels: Any, samples: int) -> int:
+        """Tokens with a label where each token has one, else samples."""
+        if self._own is None and isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point():
+            return int(((labels[:, 1:] if self._shift else labels) != IGNORED).sum())
+        return samples
+
+
+def check_against_model(found: PerSample, outputs: Any) -> None:
     """Raise LossError if the mean of the losses is not the loss that the model itself returns, where it returns one."""
     own = outputs.get("loss") if isinstance(outputs, Mapping) else None
     if isinstance(own, Tensor):
@@ -72,11 +110,3 @@ def check_against_model(found: PerSample, outputs: Any) -> bool:
                 f"The mean of the losses per sample is {mean:.6g} and the model's own loss {float(own.detach()):.6g}: it has "
                 "terms that are not known here, or another task; pass per_sample=, which returns its losses [B]."
             )
-    return True
-
-
-def count_items(labels: Any, samples: int, shift: bool) -> int:
-    """Items that weigh alike: tokens with a label where each token has one, else samples."""
-    if isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point():
-        return int(((labels[:, 1:] if shift else labels) != IGNORED).sum())
-    return samples

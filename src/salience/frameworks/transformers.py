@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from salience.errors import ConfigError, MissingExtra, StateError
 from salience.files import atomic
-from salience.frameworks.losses import check_against_model, count_items, per_sample_losses
+from salience.frameworks.losses import OwnLosses, TaskLosses
+from salience.frameworks.trainer_limits import check_arguments, check_version
 from salience.loader import Loader
 from salience.run.selection import Select
 from salience.schedule import ProgressLR
@@ -44,18 +45,7 @@ _Trainer: Any = object
 IDS = "_ids"
 STATE_FILE = "salience.pt"
 
-for _name in (
-    "_run_epoch",
-    "_init_training_state",
-    "_save_rng_state",
-    "get_batch_samples",
-    "set_initial_training_values",
-):
-    if not hasattr(transformers.Trainer, _name):
-        raise ConfigError(
-            f"transformers {transformers.__version__} has no Trainer.{_name}, on which this adapter stands; it was made for "
-            "transformers 5: install that, or use salience.Loader in a loop of your own."
-        )
+check_version(transformers.Trainer, transformers.__version__)
 
 
 class TrainerMixin(_Trainer):
@@ -74,16 +64,14 @@ class TrainerMixin(_Trainer):
         *args: Any,
         select: Select = None,
         loader_options: Mapping[str, Any] | None = None,
-        per_sample: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
+        per_sample: OwnLosses | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._select, self._options, self._per_sample = select, dict(loader_options or {}), per_sample
         self.epoch = self.taken = self.epoch_length = 0
         """The epoch in progress, and how many of its batches were trained on, of how many."""
-        self._agrees = False
-        """True once the losses per sample were found to be those of the model itself."""
-        _check(self, select)
+        check_arguments(self, select)
         self.add_callback(_Reporter(self))
 
     # --- batches ---
@@ -109,6 +97,8 @@ class TrainerMixin(_Trainer):
             **self._options,
         )  # fmt: skip
         self.epoch = self.taken = 0
+        shift = getattr(self.model, "loss_function", None) is ForCausalLMLoss
+        self._losses = TaskLosses(self.model, shift=shift, smoothing=args.label_smoothing_factor, own=self._per_sample)
         return self.loader
 
     def _run_epoch(self, **given: Any) -> None:
@@ -135,18 +125,12 @@ class TrainerMixin(_Trainer):
                     f"The collator made a {type(batch).__name__}; Trainer and salience need a dictionary of tensors."
                 )
             self.taken += 1
-            yield {
-                **batch,
-                IDS: ids.numpy(),
-            }  # an array: the Trainer moves tensors to the device, and ids are needed here
+            yield {**batch, IDS: ids.numpy()}  # an array: tensors are moved to the device, and ids are needed here
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """The batches of one step, and the items in them over all ranks."""
         batches = list(itertools.islice(epoch_iterator, num_batches))
-        items = sum(
-            len(batch[IDS]) if self._per_sample else count_items(batch.get("labels"), len(batch[IDS]), self._shifts)
-            for batch in batches
-        )
+        items = sum(self._losses.count_items(batch.get("labels"), len(batch[IDS])) for batch in batches)
         total = torch.tensor(items, device=device)
         return batches, self.accelerator.gather(total).sum() if self.args.world_size > 1 else total
 
@@ -158,33 +142,12 @@ class TrainerMixin(_Trainer):
         """Record per-sample losses and return their weighted share of the step; evaluation is the Trainer's own."""
         if IDS not in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        inputs = dict(inputs)
-        ids, labels = torch.from_numpy(inputs.pop(IDS)), inputs.get("labels")
-        if self._per_sample is not None:
-            outputs = model(**inputs)
-            loss = self.loader.loss(self._per_sample(outputs, inputs), ids=ids, total=num_items_in_batch)
-            return (loss, outputs) if return_outputs else loss
-        config = getattr(self.model, "config", None)
-        if self._agrees and not getattr(config, "is_encoder_decoder", False):
-            inputs.pop("labels", None)  # a loss of its own would be computed for nothing
-        outputs = model(**inputs)
-        problem = getattr(config, "problem_type", None)
-        if not self._agrees:
-            self._agrees = check_against_model(
-                per_sample_losses(outputs, labels, shift=self._shifts, problem=problem), outputs
-            )
-        smoothing = self.args.label_smoothing_factor
-        found = per_sample_losses(outputs, labels, shift=self._shifts, problem=problem, smoothing=smoothing)
+        ids, inputs = torch.from_numpy(inputs[IDS]), {name: inputs[name] for name in inputs if name != IDS}
+        found, outputs = self._losses(model, inputs)
         loss = self.loader.loss(
             found.losses, found.logits, found.targets, ids, counts=found.counts, total=num_items_in_batch
         )
         return (loss, outputs) if return_outputs else loss
-
-    @property
-    def _shifts(self) -> bool:
-        """True if the logits at position i are for the label at i + 1; `check_against_model` would find this wrong."""
-        decodes = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
-        return getattr(self.model, "loss_function", None) is ForCausalLMLoss and not decodes
 
     # --- the schedule ---
 
@@ -220,16 +183,9 @@ class TrainerMixin(_Trainer):
                 torch.save({"loader": state, "taken": taken}, file)
 
     def _init_training_state(
-        self,
-        max_steps: Any,
-        num_update_steps_per_epoch: Any,
-        num_train_epochs: Any,
-        resume_from_checkpoint: Any,
-        trial: Any,
+        self, max_steps: Any, updates: Any, epochs: Any, resume_from_checkpoint: Any, trial: Any
     ) -> tuple[int, int]:
-        found = super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-        )
+        found = super()._init_training_state(max_steps, updates, epochs, resume_from_checkpoint, trial)
         if resume_from_checkpoint is None:
             return found
         path = Path(resume_from_checkpoint, STATE_FILE)
@@ -263,23 +219,3 @@ class _Reporter(transformers.TrainerCallback):
             return
         rises = args.greater_is_better if args.greater_is_better is not None else not name.endswith("loss")
         self._trainer.loader.evaluated(float(value) if rises else -float(value))
-
-
-def _check(trainer: Any, select: Select) -> None:
-    """Refuse what would be silently ignored or wrong."""
-    args = trainer.args
-    if trainer.compute_loss_func is not None:
-        raise ConfigError("compute_loss_func returns one number; pass per_sample=, which returns one loss per sample.")
-    if args.train_sampling_strategy != "random":
-        raise ConfigError(
-            f"train_sampling_strategy is {args.train_sampling_strategy!r}; the plan sets the order: leave it at 'random'."
-        )
-    if args.n_gpu > 1:
-        raise ConfigError(
-            "Several GPUs in one process (DataParallel) are not supported; start one per GPU with torchrun."
-        )
-    if select is not None and (args.max_steps > 0 or args.num_train_epochs != int(args.num_train_epochs)):
-        raise ConfigError(
-            f"select paces itself over whole epochs; max_steps is {args.max_steps} and num_train_epochs is "
-            f"{args.num_train_epochs}: set num_train_epochs to an integer and leave max_steps out."
-        )
