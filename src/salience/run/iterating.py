@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-import numpy as np
 import numpy.typing as npt
 
 from salience.errors import StateError
@@ -65,8 +63,8 @@ class Iterators:
     def peek(self) -> Iterator[Any]:
         """Batches that do not count, in an order of their own."""
         self._peeks += 1
-        setup, drawn = self.run.setup, self.run.planning.peek_order(self._peeks)
-        order = np.fromiter(itertools.islice(drawn, setup.n), dtype=np.int64)[setup.rank :: setup.world]
+        setup, drawn = self.run.setup, self.run.planning.peek_orders(self._peeks)
+        order = next(drawn)[setup.rank :: setup.world]
         if setup.drop_last:
             order = order[: len(order) // setup.rank_batch * setup.rank_batch]
         if len(order):

@@ -154,11 +154,11 @@ class Planning(Part):
     def close(self, *, finished: bool) -> None:
         self._in_window, self._piece = False, (self._piece + 1) % self._setup.pieces
 
-    def peek_order(self, number: int) -> Iterator[int]:
-        """Ids in the order of an iterator that does not count; `number` is that of the peek."""
+    def peek_orders(self, number: int) -> Iterator[npt.NDArray[np.int64]]:
+        """The order of an iterator that does not count, int64 [n], and what it draws at its end; `number` is that of the peek."""
         if self.config is None and self._setup.ranks is None:  # ranks must draw alike, and one may peek alone
             return self.order.peek()
-        return iter(generator(self._setup.seed, PEEK, number, self._setup.rank).permutation(self._setup.n).tolist())
+        return iter((generator(self._setup.seed, PEEK, number, self._setup.rank).permutation(self._setup.n),))
 
     def seed_workers(self, workers: torch.Generator, window: int) -> None:
         """Bring the generator of the DataLoader inside to where a plain one would be, or to the window's own seed."""
