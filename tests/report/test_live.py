@@ -91,8 +91,9 @@ def test_a_notebook_shows_the_page_in_a_frame_of_its_own(problem, monkeypatch):
     assert loader._repr_html_() is None
 
 
-def test_windows_tell_their_loss_learning_rate_and_how_busy_the_machine_was(problem, tmp_path):
+def test_windows_tell_their_loss_learning_rate_and_how_busy_the_machine_was(problem, tmp_path, monkeypatch):
     require(importlib.util.find_spec("psutil") is not None, "psutil")
+    monkeypatch.setattr("salience.watch.usage.SECONDS_BETWEEN_SAMPLES", 0.0)  # these windows are short
     loader = trained(problem, log=tmp_path / "run.jsonl")
     ends = [event.data for event in loader.events.recent if isinstance(event.data, WindowClosed)]
     assert [end.lr for end in ends] == pytest.approx([1 / 3, 1 / 6, 0])

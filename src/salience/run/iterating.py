@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+import numpy as np
 import numpy.typing as npt
 
 from salience.errors import StateError
@@ -135,7 +136,7 @@ class BatchIterator(Iterator[Any]):
             except StopIteration:
                 self._next_window()
         content = run.deliver(self._batch)
-        if run.course.complete and self._ends and (self._iterators.source.has_workers or run.setup.short_tail):
+        if self._ends and (run.setup.short_tail or self._iterators.source.has_workers) and run.course.complete:
             run.planning.order.finish()  # a DataLoader's sampler has come to its end by now
         self._failed = False
         return content

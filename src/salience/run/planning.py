@@ -155,7 +155,7 @@ class Planning(Part):
         self._in_window, self._piece = False, (self._piece + 1) % self._setup.pieces
 
     def peek_orders(self, number: int) -> Iterator[npt.NDArray[np.int64]]:
-        """The order of an iterator that does not count, int64 [n], and what it draws at its end; `number` is that of the peek."""
+        """The order of the `number`-th iterator that does not count, int64 [n], and then what it draws at its end."""
         if self.config is None and self._setup.ranks is None:  # ranks must draw alike, and one may peek alone
             return self.order.peek()
         return iter((generator(self._setup.seed, PEEK, number, self._setup.rank).permutation(self._setup.n),))

@@ -14,6 +14,7 @@ from torch import Tensor
 from salience._version import __version__
 from salience.config import SelectConfig
 from salience.errors import ConfigError, LossError, PluginError, StateError
+from salience.events.kinds import FilterNote, WindowClosed, WindowPlanned
 from salience.ledger import Ledger
 from salience.plan import Plan, Shard
 from salience.ranks import Ranks, started_late
@@ -90,6 +91,10 @@ class Run:
         """Leave parts that have nothing to do out, until this is called again."""
         self.parts = [part for part in self._all if part.in_use]
         """In the order in which they are asked."""
+        self._on_hand_over, self._on_loss, self._on_take_back = (
+            [getattr(part, name) for part in self.parts if getattr(type(part), name) is not getattr(Part, name)]
+            for name in ("hand_over", "on_loss", "take_back")
+        )
 
     # --- the story of a window ---
 
@@ -141,15 +146,15 @@ class Run:
 
     def deliver(self, batch: Batch) -> Any:
         """Pass a batch through the parts; returns what the loop receives."""
-        for part in self.parts:
-            part.hand_over(batch)
+        for hand_over in self._on_hand_over:
+            hand_over(batch)
         self.course.deliver(batch.number)
         return batch.content
 
     def take_back(self, batch: Batch) -> None:
         """The loop asks for the next batch."""
-        for part in self.parts:
-            part.take_back(batch)
+        for take_back in self._on_take_back:
+            take_back(batch)
 
     def close(self) -> None:
         """Close the open window: delivered to its end, or broken off."""
@@ -166,8 +171,10 @@ class Run:
         if self.setup.ranks is None:
             self.flush()
         self.events.emit(
-            "window", window=course.window, batches=len(course.delivered), of=len(shard), finished=finished,
-            visited=course.visits, loss=self._mean_loss(), **self.watching.spent(),
+            WindowClosed(
+                window=course.window, batches=len(course.delivered), of=len(shard), finished=finished,
+                visited=course.visits, loss=self._mean_loss(), **self.watching.spent(),
+            )
         )  # fmt: skip
         course.end()
         if course.window == self.setup.windows:
@@ -244,14 +251,13 @@ class Run:
         total: Tensor | float | None = None,
     ) -> Tensor:
         """Record the losses of a batch and return their weighted mean."""
-        begin = time.perf_counter()
-        self.watching.steps.on_loss(losses.device)
+        begin = self.watching.steps.on_loss(losses.device)
         batch = self.recording.batch_for_loss(ids, again=again)
         kept = batch.kept
         check_losses("loss", losses, batch, kept)
         if counts is not None:
             check_counts(counts, total, batch, self.setup.world)
-        if not len(losses):  # nothing was left of the batch
+        if not losses.shape[0]:  # nothing was left of the batch
             self.recording.record(batch, losses, None, None, None)
             return losses.sum()
         logits, classes, hard = self.recording.usable(batch, losses, logits, targets)
@@ -260,8 +266,8 @@ class Run:
             losses = losses[kept]
             logits, classes = (None if part is None else part[kept] for part in (logits, classes))
         self.planning.check_needs(logits=logits is not None, model=self.sensing.attached is not None)
-        for part in self.parts:
-            part.on_loss(batch, losses, kept)
+        for on_loss in self._on_loss:
+            on_loss(batch, losses, kept)
         self.recording.record(batch, losses, logits, classes, kept)
         self.watching.watch.add("record", time.perf_counter() - begin)
         if self.sensing.proxy is not None:
@@ -411,10 +417,14 @@ class Run:
 
     def _emit_plan(self, plan: Plan) -> None:
         self.events.emit(
-            "plan", window=plan.window, picked=len(plan), population=plan.population, progress=self.course.progress,
-            seconds=self.watching.watch.seconds.get("plan", 0.0), visited=self.course.visits,
-            filters=[{"name": n.name, "dropped": n.dropped, "forced": n.forced, "reason": n.reason} for n in plan.notes],
-            by_importance=picked_by_importance(plan),
+            WindowPlanned(
+                window=plan.window, picked=len(plan), population=plan.population, progress=self.course.progress,
+                seconds=self.watching.watch.seconds.get("plan", 0.0), visited=self.course.visits,
+                filters=tuple(
+                    FilterNote(name=n.name, dropped=n.dropped, forced=n.forced, reason=n.reason) for n in plan.notes
+                ),
+                by_importance=picked_by_importance(plan),
+            )
         )  # fmt: skip
 
     def _studied(self) -> Study:
@@ -539,7 +549,7 @@ class Run:
         }  # fmt: skip
 
 
-def picked_by_importance(plan: Plan, parts: int = 10) -> list[float] | None:
+def picked_by_importance(plan: Plan, parts: int = 10) -> tuple[float, ...] | None:
     """Share of the samples that is visited, by tenths of importance from the least on; None where all are alike."""
     if plan.ranks is None or plan.all_alike:
         return None
@@ -547,4 +557,4 @@ def picked_by_importance(plan: Plan, parts: int = 10) -> list[float] | None:
     visited = np.zeros(plan.population, dtype=bool)
     visited[plan.ids] = True
     every = np.bincount(part, minlength=parts)
-    return (np.bincount(part[visited], minlength=parts) / np.maximum(1, every)).round(4).tolist()
+    return tuple((np.bincount(part[visited], minlength=parts) / np.maximum(1, every)).round(4).tolist())
