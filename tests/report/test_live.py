@@ -115,8 +115,14 @@ def test_samples_of_a_long_window_are_thinned_and_cover_all_of_it():
     taken = record.taken()
     assert MAX_SAMPLES_PER_WINDOW // 2 <= len(taken) <= MAX_SAMPLES_PER_WINDOW
     assert taken[0].seconds < taken[-1].seconds
+
+
+def test_a_window_that_ends_soon_after_the_last_look_at_the_machine_takes_none_of_its_own():
+    require(importlib.util.find_spec("psutil") is not None, "psutil")
+    record = UsageRecord()
+    assert len(record.taken()) == 1, "the first window, however short"
     record.begin()
-    assert len(record.taken()) == 1
+    assert record.taken() == ()
 
 
 def test_a_machine_that_cannot_be_measured_stops_nothing(monkeypatch):
