@@ -127,7 +127,7 @@ def _find(name: str) -> Callable[..., object]:
 
 
 def _arguments(name: str, factory: Callable[..., object], **known: int) -> dict[str, int]:
-    """Those of `known` the factory takes by keyword; an error for any other argument it cannot do without."""
+    """The arguments in `known` that the factory takes by keyword; an error if it requires any other."""
     parameters = inspect.signature(factory).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return known
@@ -215,7 +215,7 @@ def decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def check_name(name: str, *, size: int) -> None:
-    """Say now that a built-in is misspelt; on the meta device a model costs nothing."""
+    """Raise now if the name of a built-in is misspelt; on the meta device a model costs nothing."""
     if ":" not in name:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             build(name, 2, size=size)

@@ -103,11 +103,11 @@ class Tally:
 
     visits: int = 0
     seconds: float = 0.0
-    """From the first batch on, evaluation included."""
+    """Seconds since the first batch, evaluation included."""
     overhead: float = 0.0
-    """Seconds of them that salience took for itself."""
+    """How many of these seconds salience took for itself."""
     accuracies: list[float] = field(default_factory=list[float])
-    """On the test images, after each epoch."""
+    """Accuracy on the test images after each epoch."""
 
 
 class Training:
@@ -213,7 +213,7 @@ class Training:
                 )
 
     def _epoch(self, epoch: int, begin: float, shown: Bars) -> tuple[float, float, float]:
-        """One window of the loader. Returns mean loss, accuracy and samples per second of what was trained here."""
+        """One window of the loader. Returns the mean loss, accuracy and samples per second of what this process trained."""
         self.model.train()
         losses, right = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         count, said, start = 0, 0.0, time.perf_counter()
@@ -357,7 +357,7 @@ class Training:
 
 
 def find_device(name: str) -> torch.device:
-    """The device of that name, known to be there; for "" the best there is."""
+    """The device of that name, which must exist; "" chooses the best one available."""
     if not name:
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
@@ -369,7 +369,7 @@ def find_device(name: str) -> torch.device:
 
 
 def _differ(known: npt.NDArray[Any], labels: npt.NDArray[np.int64]) -> bool:
-    """True if some class that a ledger knows is another one."""
+    """True if a class that the ledger knows differs from the label."""
     return bool(((known >= 0) & (known != labels)).any())
 
 

@@ -148,7 +148,7 @@ class Steps:
         return spent
 
     def pause(self) -> None:
-        """The window is over: time until the next batch is asked for belongs to no step."""
+        """The window is over: the time until the next batch is asked for belongs to no step."""
         self._got = self._lost = 0.0
         self._asked_event = None
 
