@@ -11,12 +11,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from salience.door import Door, Parts
+from salience.door import Door
 from salience.events import EventLog
 from salience.ledger import Ledger
 from salience.plan import Shard
 from salience.report.sinks import Sink
 from salience.run.part import Batch
+from salience.run.parts import Parts
 from salience.run.selection import Select
 from salience.select.reference import Opinion
 from salience.select.steering import Paths

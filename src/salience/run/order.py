@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import RandomSampler
 
 from salience.errors import ConfigError
 
@@ -28,8 +26,8 @@ class Drawn:
     """The generator before it drew; workers are seeded from here."""
     worker_seed: bool
     """True if a seed for workers was drawn first."""
-    rest: Iterator[int] = field(default_factory=lambda: iter(()))
-    """The sampler behind its last id: what it draws once more at its end."""
+    rest: Iterator[npt.NDArray[np.int64]] = field(default_factory=lambda: iter(()))
+    """What is drawn once more at its end."""
 
 
 class PlainOrder:
@@ -74,15 +72,26 @@ class PlainOrder:
         state = self.generator.get_state()
         if worker_seed:
             self._worker_seed()
-        rest = self._sampler()
-        ids = np.fromiter(itertools.islice(rest, self.n), dtype=np.int64, count=self.n)
-        return Drawn(ids=ids, state=state, worker_seed=worker_seed, rest=rest)
+        orders = self._orders()
+        return Drawn(ids=next(orders), state=state, worker_seed=worker_seed, rest=orders)
 
     def _worker_seed(self) -> None:
         torch.empty((), dtype=torch.int64).random_(generator=self.generator)
 
-    def _sampler(self) -> Iterator[int]:
-        return iter(RandomSampler(range(self.n), generator=self._own) if self.shuffle else range(self.n))
+    def _orders(self) -> Iterator[npt.NDArray[np.int64]]:
+        """The order of an epoch, and what RandomSampler draws once more at its end."""
+        if not self.shuffle:
+            yield np.arange(self.n)
+            return
+        shuffler = self._shuffler()
+        for _ in range(2):
+            yield torch.randperm(self.n, generator=shuffler).numpy()
+
+    def _shuffler(self) -> torch.Generator | None:
+        """The generator of an epoch, as RandomSampler has it."""
+        if self._own is not None or not self.shuffle:
+            return self._own
+        return torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
 
     def peek(self, before: Drawn | None, *, workers: bool) -> Drawn:
         """An order beside the one in progress, as a second iter() of a DataLoader draws it; `before` = what iter() drew then.

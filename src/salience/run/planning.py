@@ -16,10 +16,9 @@ from salience.errors import ConfigError
 from salience.ledger import COLUMNS, Ledger
 from salience.ledger.copies import Copies
 from salience.plan import Plan, Shard, Trace
-from salience.run.even import at_mean_share, of_steps
 from salience.run.order import Drawn, PlainOrder
 from salience.run.part import Part, Setup, Voice
-from salience.run.selection import Select, resolve
+from salience.run.selection import Select, at_mean_share, of_steps, resolve
 from salience.seeds import EVEN, PEEK, WORKERS, generator, torch_seed
 from salience.select import Clock, Pipeline
 from salience.select.batching import Batching, members

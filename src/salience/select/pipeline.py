@@ -2,42 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from salience.config import SelectConfig, Use
+from salience.config import SelectConfig
 from salience.errors import ConfigError, PluginError
 from salience.ledger import COLUMNS, Ledger
 from salience.ledger.copies import Copies
 from salience.plan import Note, Plan
-from salience.registry import Card, card_of, check_options, find
+from salience.registry import find
 from salience.seeds import PLAN, generator
 from salience.select.batching import Batching, filled, members, trimmed
 from salience.select.fetching import Exchange, Rng, Stock, exchange, exchange_note, refresh_set, resident_first
+from salience.select.plugins import Plugin, checked_draw, checked_score, checked_verdict, plugin_of
 from salience.select.ranks import rank_normalise
-from salience.select.view import NO_REFERENCE, Bools, Candidates, Clock, Draw, Floats, Ids, Reference, Verdict, View
+from salience.select.view import NO_REFERENCE, Bools, Candidates, Clock, Draw, Floats, Ids, Reference, View
 from salience.select.weights import loss_weights, scaled_weights
 
 Warn = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plugin:
-    """One plug-in of a pipeline, found and checked."""
-
-    kind: str
-    name: str
-    call: Callable[..., Any]
-    options: Mapping[str, Any]
-    weight: float
-    card: Card
-
-    @property
-    def key(self) -> str:
-        return f"{self.kind}/{self.name}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -49,12 +34,6 @@ class Sifted:
     factor: Floats | None
     noise: float | None
     notes: tuple[Note, ...]
-
-
-def _plugin(kind: str, used: Use) -> Plugin:
-    call = find(kind, used.name)
-    check_options(kind, used.label, call, used.options)
-    return Plugin(kind=kind, name=used.label, call=call, options=used.options, weight=used.weight, card=card_of(call))
 
 
 class Pipeline:
@@ -71,10 +50,10 @@ class Pipeline:
         self.config = config
         self.reference = reference
         """What another model thinks of the samples; it may come later, but before the first plan."""
-        self.filters = [_plugin("filters", u) for u in config.filters]
-        self.scores = [_plugin("scores", u) for u in config.scores]
-        self.sampler = _plugin("samplers", config.sampler)
-        self.curve = _plugin("curves", config.keep)
+        self.filters = [plugin_of("filters", u) for u in config.filters]
+        self.scores = [plugin_of("scores", u) for u in config.scores]
+        self.sampler = plugin_of("samplers", config.sampler)
+        self.curve = plugin_of("curves", config.keep)
         self.off: set[str] = set()
         """Plug-ins that failed, by "kind/name"; they are not called again."""
         self._said_biased = False
@@ -228,7 +207,7 @@ class Pipeline:
         notes: list[Note] = []
         for plugin in self.filters:
             verdict = self._call(
-                plugin, lambda plugin=plugin: _checked_verdict(plugin, plugin.call(view, **plugin.options), view.n)
+                plugin, lambda plugin=plugin: checked_verdict(plugin, plugin.call(view, **plugin.options), view.n)
             )
             if verdict is None:
                 continue
@@ -264,7 +243,7 @@ class Pipeline:
         raw: Floats | None = None
         for plugin in self.scores:
             score = self._call(
-                plugin, lambda plugin=plugin: _checked_score(plugin, plugin.call(view, **plugin.options), view)
+                plugin, lambda plugin=plugin: checked_score(plugin, plugin.call(view, **plugin.options), view)
             )
             if score is None or plugin.weight == 0:
                 continue
@@ -334,7 +313,7 @@ class Pipeline:
         plugin = self.sampler
         draw = self._call(
             plugin,
-            lambda: _checked_draw(plugin, plugin.call(candidates, budget, rng, **plugin.options), candidates, budget),
+            lambda: checked_draw(plugin, plugin.call(candidates, budget, rng, **plugin.options), candidates, budget),
         )
         if draw is not None:
             return draw, (1.0 if plugin.card.unbiased else None) if draw.temper is None else draw.temper
@@ -366,43 +345,3 @@ def _within(sifted: Sifted, among: range, n: int) -> Sifted:
     allowed = here if sifted.allowed is None else sifted.allowed & here
     forced = None if sifted.forced is None else sifted.forced & here
     return replace(sifted, allowed=allowed if allowed.any() else here, forced=forced)
-
-
-def _checked_verdict(plugin: Plugin, verdict: Any, n: int) -> Verdict:
-    if not isinstance(verdict, Verdict):
-        raise PluginError(f"it must return a Verdict, not {type(verdict).__name__}")
-    for name in ("keep", "force"):
-        mask = getattr(verdict, name)
-        if mask is not None and (mask.shape != (n,) or mask.dtype != np.bool_):
-            raise PluginError(f"Verdict.{name} has shape {mask.shape} of {mask.dtype}; it must be bool [{n}]")
-    factor = verdict.factor
-    if factor is not None and (factor.shape != (n,) or not (factor >= 0).all()):
-        raise PluginError(f"Verdict.factor has shape {factor.shape}; it must be {n} numbers of at least 0")
-    return verdict
-
-
-def _checked_score(plugin: Plugin, score: Any, view: View) -> Floats:
-    score, n = np.asarray(score), view.n
-    if score.shape != (n,) or score.dtype.kind not in "fiu":
-        raise PluginError(f"it returned shape {score.shape} of {score.dtype}; a score is one number per sample, [{n}]")
-    missing = [column for column in plugin.card.needs if column in COLUMNS and COLUMNS[column].needs_logits]
-    if missing and np.isnan(score).all() and not view.unseen.all():
-        raise PluginError(f"nothing is known of {', '.join(missing)}; pass logits and targets to loss()")
-    return score.astype(np.float32, copy=False)
-
-
-def _checked_draw(plugin: Plugin, draw: Any, candidates: Candidates, budget: int) -> Draw:
-    if not isinstance(draw, Draw):
-        raise PluginError(f"it must return a Draw, not {type(draw).__name__}")
-    positions, inclusion = draw.positions, draw.inclusion
-    if plugin.card.exact and len(positions) != budget:
-        raise PluginError(f"it drew {len(positions)} samples for a budget of {budget}")
-    if len(positions) and (positions.min() < 0 or positions.max() >= len(candidates)):
-        raise PluginError(f"it drew positions outside 0 to {len(candidates) - 1}")
-    taken = np.zeros(len(candidates), dtype=bool)
-    taken[positions] = True
-    if int(np.count_nonzero(taken)) != len(positions):
-        raise PluginError("it drew a sample twice")
-    if inclusion is not None and (inclusion.shape != positions.shape or not (inclusion > 0).all()):
-        raise PluginError("its inclusion probabilities must be above 0, one for each sample drawn")
-    return draw
