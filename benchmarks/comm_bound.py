@@ -185,20 +185,25 @@ def auto_cost(data: Data, job: dict[str, Any]) -> dict[str, Any]:
     """Seconds of auto over plain, whole runs in blocks by turns."""
     plain, auto = Arm("plain", {}, 10_000), Arm("auto", {}, 10_000)
     spent: dict[str, list[float]] = {"plain": [], "auto": []}
+    busy = {"plain": 0.0, "auto": 0.0}
+    told: list[str] = []
+    auto.handle.tell = lambda data: told.append(str(data))
     for block in range(job["blocks"] + 1):
         for arm in (plain, auto) if block % 2 else (auto, plain):
             if not block and arm is auto:
                 continue  # connections and pages are warmed up by plain steps alone: all that auto does is timed
             dist.barrier()
-            start = time.perf_counter()
+            start, before = time.perf_counter(), time.process_time()
             for step in range(job["steps"]):
                 arm.step(*data.batch(step, block))
             if block:
                 spent[arm.name].append(time.perf_counter() - start)
+                busy[arm.name] += time.process_time() - before
     steps = job["steps"] * job["blocks"]
     return {
         "ratio": sum(spent["auto"]) / sum(spent["plain"]), "late": sum(spent["auto"][-5:]) / sum(spent["plain"][-5:]),
-        "mode": auto.handle.mode, "steps": steps, "plain_ms": 1000 * sum(spent["plain"]) / steps,
+        "busy": busy["auto"] / busy["plain"], "mode": auto.handle.mode, "steps": steps,
+        "plain_ms": 1000 * sum(spent["plain"]) / steps, "told": told,
     }  # fmt: skip
 
 
