@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -52,6 +53,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import salience
 from comm_rig import launch, network, shape
+from salience.gradients import serve
 
 BATCH, RATE, TEST = 32, 0.05, 600
 STEPS = 120
@@ -81,9 +83,9 @@ def make_net() -> nn.Module:
 class Arm:
     """A model, and one way to keep its copies together."""
 
-    def __init__(self, name: str, options: dict[str, Any], total: int) -> None:
+    def __init__(self, name: str, options: dict[str, Any], total: int, group: Any = None) -> None:
         one_bucket = {"bucket_cap_mb": 100} if name == "powersgd" else {}
-        self.ddp = DistributedDataParallel(make_net(), **one_bucket)
+        self.ddp = DistributedDataParallel(make_net(), process_group=group, **one_bucket)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=RATE, momentum=0.9)
         self.shape = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: min(1, (step + 1) / (0.1 * total)) * max(0.0, 1 - step / total)
@@ -161,11 +163,11 @@ def seconds_per_step(data: Data, job: dict[str, Any]) -> dict[str, Any]:
         for step in range(10):
             F.cross_entropy(arms[0].ddp.module(data.batch(step, block)[0]), data.batch(step, block)[1])
         forward.append((time.perf_counter() - start) / 10)
+    nodes = getattr(arms[-1].handle, "links", None) and arms[-1].handle.links.nodes
     return {
-        "seconds": [statistics.median(found) for found in times],
-        "forward": statistics.median(forward),
-        "all": times,
-    }
+        "seconds": [statistics.median(found) for found in times], "forward": statistics.median(forward), "all": times,
+        "groups": nodes and nodes.groups,
+    }  # fmt: skip
 
 
 def curve(data: Data, job: dict[str, Any]) -> list[list[float]]:
@@ -183,28 +185,60 @@ def auto_cost(data: Data, job: dict[str, Any]) -> dict[str, Any]:
     """Seconds of auto over plain, whole runs in blocks by turns."""
     plain, auto = Arm("plain", {}, 10_000), Arm("auto", {}, 10_000)
     spent: dict[str, list[float]] = {"plain": [], "auto": []}
+    busy = {"plain": 0.0, "auto": 0.0}
+    told: list[str] = []
+    auto.handle.tell = lambda data: told.append(str(data))
     for block in range(job["blocks"] + 1):
         for arm in (plain, auto) if block % 2 else (auto, plain):
             if not block and arm is auto:
                 continue  # connections and pages are warmed up by plain steps alone: all that auto does is timed
             dist.barrier()
-            start = time.perf_counter()
+            start, before = time.perf_counter(), time.process_time()
             for step in range(job["steps"]):
                 arm.step(*data.batch(step, block))
             if block:
                 spent[arm.name].append(time.perf_counter() - start)
+                busy[arm.name] += time.process_time() - before
     steps = job["steps"] * job["blocks"]
     return {
         "ratio": sum(spent["auto"]) / sum(spent["plain"]), "late": sum(spent["auto"][-5:]) / sum(spent["plain"][-5:]),
-        "mode": auto.handle.mode, "steps": steps, "plain_ms": 1000 * sum(spent["plain"]) / steps,
+        "busy": busy["auto"] / busy["plain"], "mode": auto.handle.mode, "steps": steps,
+        "plain_ms": 1000 * sum(spent["plain"]) / steps, "told": told,
     }  # fmt: skip
+
+
+def helped(data: Data, job: dict[str, Any]) -> dict[str, Any]:
+    """Median seconds per step of workers with helper ranks, by share; the arms by turns."""
+    count, world = job["workers"], dist.get_world_size()
+    workers, helpers = dist.new_group(list(range(count))), list(range(count, world))
+    shares: list[Any] = ["plain", 0.5, 1.0, "measured"]
+    found: dict[str, list[float]] = {str(share): [] for share in shares}
+    times: dict[str, float] = {}
+    for block, share in itertools.product(range(job["blocks"]), shares):
+        if dist.get_rank() >= count:
+            if share != "plain":
+                serve(helpers)
+            continue
+        options = {} if share == "plain" else {"helpers": helpers, "share": None if share == "measured" else share}
+        arm = Arm("plain" if share == "plain" else "hybrid", options, 10_000, workers)
+        arm.step(*data.batch(0, block))
+        dist.barrier(workers)
+        start = time.perf_counter()
+        for step in range(job["steps"]):
+            arm.step(*data.batch(step, block))
+        found[str(share)].append((time.perf_counter() - start) / job["steps"])
+        if share == "measured":
+            times = {"share": arm.handle.traffic.exchange.share, **arm.handle.traffic.exchange.times}
+        if arm.handle is not None:
+            arm.handle.close()
+    return {"seconds": {share: statistics.median(one or [0.0]) for share, one in found.items()}, "measured": times}
 
 
 def work(jobs: list[dict[str, Any]], out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     data = Data()
-    todo = {"steps": seconds_per_step, "curve": curve, "auto": auto_cost}
+    todo = {"steps": seconds_per_step, "curve": curve, "auto": auto_cost, "helped": helped}
     found = [todo[job["job"]](data, job) for job in jobs]
     dist.barrier()
     if dist.get_rank() == 0:
@@ -236,10 +270,10 @@ def run_cell(cell: str, quick: bool) -> Any:
         with network(int(what)):
             return launch(__file__, jobs, int(what))
     nodes, mbit = map(int, what.split("x"))
-    blocks = 2 if quick else 4
+    blocks = 2 if quick or nodes > 2 else 4
     job = {
         "job": "steps",
-        "steps": 3 if quick else 6,
+        "steps": 3 if quick or nodes > 2 else 6,
         "local_steps": 32,
         "blocks": blocks,
         "arms": [("noop", {}), *arms],
@@ -250,7 +284,17 @@ def run_cell(cell: str, quick: bool) -> Any:
     elif kind == "groups":
         per_node = int(more[0])
         groups = [list(range(node * per_node, (node + 1) * per_node)) for node in range(nodes)]
-        job |= {"arms": [("noop", {}), ("plain", {}), ("hierarchical", {"groups": groups})]}
+        job |= {
+            "arms": [
+                ("noop", {}),
+                ("plain", {}),
+                ("hierarchical", {"groups": groups}),
+                ("hierarchical", {"groups": "auto"}),
+            ]
+        }
+    elif kind == "hybrid":  # a node for every worker and every helper
+        job = {"job": "helped", "workers": nodes, "steps": 5, "blocks": 3}
+        nodes *= 2
     with network(nodes):
         shape(nodes, mbit)
         return launch(__file__, [job], nodes, per_node)[0]
@@ -307,9 +351,11 @@ def figures(rows: dict[str, Any], quick: bool) -> dict[str, Any]:
             found[cell] = one
         elif cell.startswith("groups"):
             found[f"hierarchical_vs_flat {cell}"] = one["seconds"][1] / one["seconds"][2]
-            print(
-                f"{cell}: {' / '.join(f'{1000 * s:.0f}' for s in one['seconds'])} ms: no exchange, flat, hierarchical"
-            )
+            shown = " / ".join(f"{1000 * seconds:.0f}" for seconds in one["seconds"])
+            print(f"{cell}: {shown} ms: no exchange, flat, hierarchical, groups found by probing ({one['groups']})")
+        elif cell.startswith("hybrid"):
+            plain, *helped = one["seconds"].values()
+            found[f"hybrid_vs_allreduce {cell}"] = {"best": plain / min(helped), **one}
     return found
 
 
@@ -330,7 +376,7 @@ def main() -> None:
         cells = ["curves:2:0", "time:2x100", "groups:2x100:2"]
     else:
         cells = [f"curves:{nodes}:{seed}" for seed in SEEDS for nodes in (2, 4)] + [f"time:{link}" for link in LINKS]
-        cells += ["auto:2x0", "auto:2x100", "groups:2x100:2", "groups:2x100:4"]
+        cells += ["auto:2x0", "auto:2x100", "groups:2x100:2", "groups:2x100:4", "hybrid:2x100", "hybrid:4x100"]
     cells = options.cells.split(",") if options.cells else cells
     rows: dict[str, Any] = {}
     if options.rows is not None and options.rows.exists():

@@ -100,7 +100,7 @@ def without_gradient(rank: int, mode: str) -> Any:
     return said
 
 
-@pytest.mark.parametrize("mode", ["allreduce", "topk"])
+@pytest.mark.parametrize("mode", ["allreduce", "topk", "lowrank", "hierarchical"])
 def test_a_parameter_without_gradient_on_one_rank_stops_both(tmp_path, mode):
     first, second = run_ranks(tmp_path, without_gradient, mode)
     assert first == second

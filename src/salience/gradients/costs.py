@@ -112,8 +112,8 @@ class Timed:
     def state_dict(self) -> dict[str, Any]:
         return self.exchange.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.exchange.load_state_dict(state)
+    def load_state_dict(self, state: Mapping[str, Any], *, residuals: bool = True) -> None:
+        self.exchange.load_state_dict(state, residuals=residuals)
 
 
 def _mark() -> Any:

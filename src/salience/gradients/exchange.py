@@ -27,7 +27,9 @@ class Exchange(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any], *, residuals: bool = True) -> None:
+        """Without `residuals` only what is the same on every rank and for any number of them: counters."""
+        ...
 
 
 class Whole:
@@ -57,8 +59,8 @@ class Whole:
     def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        del state
+    def load_state_dict(self, state: Mapping[str, Any], *, residuals: bool = True) -> None:
+        """Nothing stays behind."""
 
 
 def join(tensors: Sequence[Tensor]) -> Tensor:

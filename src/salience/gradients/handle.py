@@ -17,11 +17,13 @@ from salience.events import Event, EventData, Warned
 from salience.gradients.auto import Chooser
 from salience.gradients.exchange import Exchange, Whole
 from salience.gradients.hook import Traffic, on_bucket
+from salience.gradients.hybrid import check_helpers
 from salience.gradients.link import Notes
 from salience.gradients.local import Local
 from salience.gradients.modes import STEP_AHEAD, Links, make_averager, make_exchange
 from salience.gradients.nodes import check_groups
 from salience.gradients.options import check_model, difference, fingerprint, resolve
+from salience.gradients.probe import near_groups, pair_seconds
 from salience.ranks import Ranks
 
 Groups = Sequence[Sequence[int]] | str | None
@@ -40,8 +42,9 @@ def sync(
     """Choose how the gradients of a `DistributedDataParallel` model travel. Collective: every rank calls it alike.
 
     `loader` is a `Loader` or `Selector`, whose event log is told what happens, and at the end of whose windows parameters are
-    made equal where ranks take steps of their own. `groups` = "node", or lists of ranks, adds gradients up inside a group
-    first. `deadline` is how many seconds a rank waits for the others. docs/sync.md lists modes and options.
+    made equal where ranks take steps of their own. `groups` = "node", "auto" (found by probing), or lists of ranks, adds
+    gradients up inside a group first. `deadline` is how many seconds a rank waits for the others. docs/sync.md lists modes and
+    options.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         handle = Handle(model, optimizer, loader, mode, resolve(mode, options))
@@ -56,8 +59,18 @@ def sync(
         check_model(model, optimizer, mode, wanted)
         if model in _ACTIVE:
             raise ConfigError("sync() was called twice for one model; call close() of the first handle before.")
-        if groups is not None and groups != "node":
+        if isinstance(groups, str) and groups not in ("node", "auto"):
+            raise ConfigError(
+                f'groups is {groups!r}; it must be "node", "auto" or lists of ranks, such as [[0, 1], [2, 3]].'
+            )
+        if groups is not None and not isinstance(groups, str):
             check_groups(cast("Any", groups), dist.get_process_group_ranks(cast("Any", model).process_group))
+        if mode == "hybrid":
+            if groups is not None:
+                raise ConfigError(
+                    f"groups={groups!r} cannot be combined with sync(mode='hybrid'); leave one of them out."
+                )
+            check_helpers(wanted["helpers"], dist.get_process_group_ranks(cast("Any", model).process_group))
         if model not in _TRAFFIC:
             _take(model)
     except ConfigError as cause:
@@ -69,9 +82,17 @@ def sync(
     if said:
         raise ConfigError(said)
     handle = Handle(model, optimizer, loader, "allreduce", {})
-    lists = _node_groups(ranks, handle.ddp.process_group) if isinstance(groups, str) else groups
+    lists = (
+        groups if not isinstance(groups, str) else (_node_groups if groups == "node" else _near_groups)(handle, ranks)
+    )
     handle.begin(ranks, str(found[0]["key"]), lists)
     handle.use(mode, wanted)
+    decay = max((float(group.get("weight_decay") or 0.0) for group in optimizer.param_groups), default=0.0)
+    if wanted.get("momentum") and decay:
+        handle.tell(Warned(text=(
+            f"weight_decay={decay:g} joins gradients after their exchange, so it does not gather in the momentum of sync(): "
+            f"divide it by 1 - {wanted['momentum']:g} for the effect it has in an optimizer with that momentum."
+        )))  # fmt: skip
     return handle
 
 
@@ -133,7 +154,11 @@ class Handle:
 
         Where the number of ranks has changed, what had stayed behind is dropped, and the event log says so.
         """
-        if self.ranks is None:
+        if self.ranks is None or state["world"] == 1:
+            if self.local is not None:
+                self.local.restart()
+            if state["world"] != (1 if self.ranks is None else self.ranks.world):
+                self.tell(self._dropped(state))
             return
         if self.auto is not None and state.get("auto") is not None:
             self.auto.load_state_dict(state["auto"])
@@ -144,21 +169,28 @@ class Handle:
             raise StateError(
                 f"The state is of sync(mode={state['mode']!r}), this run uses {self.mode!r}; use the same mode."
             )
-        same = (state["world"], state["rank"]) == (self.ranks.world, self.ranks.rank)
+        here = [self.ranks.world, self.ranks.rank]
+        # On all ranks, or on none: what has stayed behind here must fit what did elsewhere.
+        same = all(self.ranks.gather_objects([state["world"], state["rank"]] == here))
         if self.local is not None:
             self.local.load_state_dict(state["inner"], residuals=same)
-        elif same:
-            self.traffic.exchange.load_state_dict(state["inner"])
+        else:
+            self.traffic.exchange.load_state_dict(state["inner"], residuals=same)
         if not same:
-            self.tell(Warned(text=(
-                f"The state was saved by rank {state['rank']} of {state['world']} and is loaded by rank {self.ranks.rank} of "
-                f"{self.ranks.world}: gradients that had stayed behind (residuals) are dropped."
-            )))  # fmt: skip
+            self.tell(self._dropped(state))
+
+    def _dropped(self, state: Mapping[str, Any]) -> Warned:
+        rank, world = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.world)
+        return Warned(text=(
+            f"The state was saved by rank {state['rank']} of {state['world']} and is loaded by rank {rank} of "
+            f"{world}: gradients that had stayed behind (residuals) are dropped."
+        ))  # fmt: skip
 
     def close(self) -> None:
         """Go back to plain all-reduce; parameters are equal on all ranks afterwards."""
         if self.ranks is not None and self.mode != "closed":
             self.switch("allreduce", {})
+            self.links.leave()
             for hook in self._hooks:
                 hook.remove()
             self.auto, self.mode = None, "closed"
@@ -180,7 +212,9 @@ class Handle:
             self.local = None
         self.mode, self.options = mode, dict(options)
         seed = int(getattr(self.loader, "seed", 0))
-        self.traffic.exchange = exchange or make_exchange(self.links, mode, options, seed=seed)
+        self.traffic.exchange = exchange or make_exchange(
+            self.links, mode, options, seed=seed, device=next(self.ddp.parameters()).device
+        )
         if mode in STEP_AHEAD:
             mine = dict(options)
             late = {name: mine.pop(name) for name in ("quorum", "staleness") if name in mine}
@@ -243,9 +277,21 @@ def _take(model: nn.Module) -> None:
     _TRAFFIC[model] = traffic
 
 
-def _node_groups(ranks: Ranks, group: Any) -> list[list[int]]:
+def _node_groups(handle: Handle, ranks: Ranks) -> list[list[int]]:
     """The ranks of each node, as ranks of the default process group."""
     found: dict[int, list[int]] = {}
+    group: Any = handle.ddp.process_group
     for rank, leader in enumerate(ranks.gather_objects(ranks.node_leader)):
         found.setdefault(leader, []).append(dist.get_global_rank(group, rank))
     return list(found.values())
+
+
+def _near_groups(handle: Handle, ranks: Ranks) -> list[list[int]] | None:
+    """Groups of ranks that are near each other, as ranks of the default process group; None if there are none."""
+    group: Any = handle.ddp.process_group
+    found = near_groups(pair_seconds(group, ranks.deadline))
+    named = None if found is None else [[dist.get_global_rank(group, rank) for rank in one] for one in found]
+    handle.tell(Warned(text=(
+        f'groups="auto" found {named or "no groups"} by timing messages between all ranks.'
+    )))  # fmt: skip
+    return named

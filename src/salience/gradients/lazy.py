@@ -61,6 +61,11 @@ class Lazy:
                 one.fill_(torch.nan)
             return
         for i, due in enumerate(self.due):
+            if due and self.pools[i].numel() and not norms[i]:
+                gradients[
+                    i
+                ].zero_()  # no rank had a gradient: the optimizer may not look at this layer, so its pool stays
+                continue
             if due and self.pools[i].numel():
                 self.pools[i].zero_()
             elif not due:
@@ -75,6 +80,8 @@ class Lazy:
     def state_dict(self) -> dict[str, Any]:
         return {"pools": self.pools, "usual": self.usual, "ages": self.ages, "due": self.due}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, residuals: bool = True) -> None:
+        if not residuals:
+            return  # what is due depends on what has been gathered
         self.pools, self.usual = list(state["pools"]), list(state["usual"])
         self.ages, self.due = list(state["ages"]), list(state["due"])

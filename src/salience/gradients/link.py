@@ -28,6 +28,7 @@ class Notes:
         self._store: Any = None
         self._key = f"salience/sync/{key}"
         with contextlib.suppress(RuntimeError):  # a group without a store: then the time-out must do
+            group = dist.group.WORLD if group is None else group
             self._store = group.get_group_store() if hasattr(group, "get_group_store") else None
 
     def leave(self, sentence: str) -> None:
@@ -80,18 +81,26 @@ class Link:
         self.wait(dist.all_to_all_single(out.view(-1), rows.reshape(-1), group=self.group, async_op=True))
         return out
 
+    def start_broadcast(self, tensor: Tensor) -> Any:
+        """Begin to fill `tensor` with that of the group's first rank; pass the result to `wait`."""
+        self.sent += tensor.nbytes if self.rank == 0 else 0
+        return dist.broadcast(tensor, dist.get_global_rank(self.group, 0), group=self.group, async_op=True)
+
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Fill `tensor` with that of the group's first rank."""
-        source = dist.get_global_rank(self.group, 0)
-        self.sent += tensor.nbytes if self.rank == 0 else 0
-        self.wait(dist.broadcast(tensor, source, group=self.group, async_op=True))
+        self.wait(self.start_broadcast(tensor))
         return tensor
+
+    def start_collect(self, tensor: Tensor) -> Any:
+        """Begin to turn `tensor` into the mean over the ranks on the group's first rank; on the others it is spent."""
+        self.sent += tensor.nbytes if self.rank else 0
+        return dist.reduce(
+            tensor.div_(self.world), dist.get_global_rank(self.group, 0), group=self.group, async_op=True
+        )
 
     def collect(self, tensor: Tensor) -> Tensor:
         """Turn `tensor` into the mean over the ranks on the group's first rank; on the others it is spent."""
-        target = dist.get_global_rank(self.group, 0)
-        self.sent += tensor.nbytes if self.rank else 0
-        self.wait(dist.reduce(tensor.div_(self.world), target, group=self.group, async_op=True))
+        self.wait(self.start_collect(tensor))
         return tensor
 
     def wait(self, work: Any) -> None:

@@ -171,10 +171,16 @@ class Local:
             "averager": self.averager.state_dict(),
         }
 
+    def restart(self) -> None:
+        """Share the model's present parameters, which were loaded on all ranks."""
+        if self._pending is not None:  # on its way before the parameters were loaded: no concern of theirs
+            self._pending.result()
+            self._pending = None
+        self.anchor = self._first_anchor()
+
     def load_state_dict(self, state: Mapping[str, Any], *, residuals: bool = True) -> None:
         """Go on from the model's present parameters, which must be those saved."""
-        self._arrive()
-        self.anchor = self._first_anchor()
+        self.restart()
         self.count, self.last = int(state["count"]), int(state["last"])
         if self.outer and state["velocity"] is not None:
             self.velocity = state["velocity"].to(self.anchor.device)

@@ -50,14 +50,22 @@ class LowRank:
                 made = torch_generator(self.seed, i)
                 self.factors[i] = torch.randn(shape[1], self.rank, generator=made).to(matrix.device)
         left = [matrices[i] @ orthonormal(self.factors[i]) for i in shapes]
-        flat = self.link.mean(join([*left, *whole]))
-        split(flat, [*left, *whole])
+        norms = [gradients[i].detach().float().norm().view(1) for i in shapes]
+        flat = self.link.mean(join([*left, *whole, *norms]))
+        split(flat, [*left, *whole, *norms])
         left = [orthonormal(one) for one in left]
         right = [matrices[i].T @ p for i, p in zip(shapes, left, strict=True)]
         if shapes:
             split(self.link.mean(join(right)), right)
-        fine = bool(flat.isfinite().all())  # the same answer on every rank
+        known = torch.cat([flat.isfinite().all().float().view(1), *norms]).tolist()  # the same on every rank
+        fine, silent = known[0] > 0, {i for i, norm in zip(shapes, known[1:], strict=True) if norm == 0}
         for i, p, q in zip(shapes, left, right, strict=True):
+            if (
+                i in silent
+            ):  # no rank had a gradient: the optimizer may not look at this layer, so nothing may be lost there
+                self.errors[i] = matrices[i]
+                gradients[i].zero_()
+                continue
             product = p @ q.T
             gradients[i].copy_(product.view(gradients[i].shape))
             if fine:
@@ -68,5 +76,7 @@ class LowRank:
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step, "errors": self.errors, "factors": self.factors}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.step, self.errors, self.factors = int(state["step"]), dict(state["errors"]), dict(state["factors"])
+    def load_state_dict(self, state: Mapping[str, Any], *, residuals: bool = True) -> None:
+        self.step, self.factors = int(state["step"]), dict(state["factors"])
+        if residuals:
+            self.errors = dict(state["errors"])

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from salience.gradients.exchange import Exchange, Whole
+from salience.gradients.hybrid import Hybrid, Shard, make_shards
 from salience.gradients.lazy import Lazy
 from salience.gradients.link import Link, Notes
 from salience.gradients.local import Averager
@@ -49,6 +50,8 @@ class Links:
         self.main = Link(group, notes, deadline)
         self.nodes = None if groups is None else Nodes(group, groups, notes, deadline)
         self._aside: Link | None = None
+        self.shards: list[Shard] = []
+        """Links to helper ranks."""
 
     @property
     def aside(self) -> Link:
@@ -58,15 +61,32 @@ class Links:
             self._aside = Link(apart, self.notes, self.main.deadline)
         return self._aside
 
+    def meet(self, helpers: Sequence[int]) -> Sequence[Shard]:
+        """The links to the helpers, made when they are first asked for. Collective, the helpers included."""
+        workers = dist.get_process_group_ranks(self.group)
+        self.shards = self.shards or make_shards(workers, helpers, self.notes, self.main.deadline)
+        return self.shards
+
+    def leave(self) -> None:
+        """Tell the helpers that nothing more will come."""
+        for shard in self.shards:
+            shard.up.wait(shard.announce(0, torch.float32))
+        self.shards = []
+
     @property
     def sent(self) -> float:
-        inner = [] if self.nodes is None else [self.nodes.inside, self.nodes.beside, self.nodes.across]
-        return sum(link.sent for link in (self.main, self._aside, *inner) if link is not None)
+        nodes = [] if self.nodes is None else [self.nodes.inside, self.nodes.beside, self.nodes.across]
+        links = (self.main, self._aside, *nodes, *(shard.up for shard in self.shards))
+        return sum(link.sent for link in links if link is not None)
 
 
-def make_exchange(links: Links, mode: str, options: Mapping[str, Any], *, seed: int = 0) -> Exchange:
-    """The exchange of every step; where ranks take steps of their own, that inside a group."""
+def make_exchange(
+    links: Links, mode: str, options: Mapping[str, Any], *, seed: int = 0, device: torch.device | None = None
+) -> Exchange:
+    """The exchange of every step; where ranks take steps of their own, that inside a group. `device` is the model's."""
     nodes = links.nodes
+    if mode == "hybrid":
+        return Hybrid(links.main, links.meet(options["helpers"]), options["share"], device or torch.device("cpu"))
     if mode in STEP_AHEAD:
         return Whole(links.main if nodes is None else nodes.inside)
     given = {**options, "seed": seed} if mode == "lowrank" else dict(options)

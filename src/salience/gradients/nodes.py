@@ -13,6 +13,9 @@ from salience.gradients.exchange import Exchange, join, split
 from salience.gradients.link import Link, Notes
 from salience.gradients.rounding import RoundedMean
 
+PIECE = 1 << 18
+"""Values that travel at once where whole gradients are added up in groups."""
+
 
 class Nodes:
     """The links of a rank that is in a group: to the ranks of the group, and from its first rank to the other groups."""
@@ -48,6 +51,11 @@ class Grouped:
         """Groups add up when all gradients are there."""
 
     def finish(self, gradients: Sequence[Tensor]) -> None:
+        if not self.lossy:
+            flat = join(gradients)
+            self._in_pieces(flat.split(PIECE))
+            split(flat, gradients)
+            return
         flat = self.nodes.inside.collect(join(gradients))
         if self.across is not None:
             split(flat.mul_(self.nodes.weight), gradients)
@@ -55,12 +63,28 @@ class Grouped:
             flat = join(gradients)
         split(self.nodes.inside.broadcast(flat), gradients)
 
+    def _in_pieces(self, pieces: Sequence[Tensor]) -> None:
+        """One piece is added up inside the group while the one before is between groups and another on its way back."""
+        inside, across = self.nodes.inside, self.nodes.across
+        crossing: list[Any] = []
+        for piece, work in [(piece, inside.start_collect(piece)) for piece in pieces]:
+            inside.wait(work)
+            if across is not None:
+                crossing.append(across.start_mean(piece.mul_(self.nodes.weight)))
+        leaving: list[Any] = []
+        for i, piece in enumerate(pieces):
+            if across is not None:
+                across.wait(crossing[i])
+            leaving.append(inside.start_broadcast(piece))
+        for work in leaving:
+            inside.wait(work)
+
     def state_dict(self) -> dict[str, Any]:
         return {} if self.across is None else self.across.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self.across is not None:
-            self.across.load_state_dict(state)
+    def load_state_dict(self, state: Mapping[str, Any], *, residuals: bool = True) -> None:
+        if self.across is not None and state:
+            self.across.load_state_dict(state, residuals=residuals)
 
 
 class GroupedAverager:

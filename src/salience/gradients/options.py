@@ -28,6 +28,7 @@ MODES: dict[str, dict[str, Any]] = {
     "local": LOCAL,
     "quorum": {**LOCAL, "quorum": None, "staleness": 2},
     "hierarchical": {},
+    "hybrid": {"helpers": None, "share": None},
 }
 """Every mode with its options and their defaults."""
 
@@ -37,10 +38,10 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _RANGES: dict[str, tuple[float, float]] = {
     "rate": (1e-6, 1.0), "momentum": (0.0, 0.9999), "warmup": (0, 1e9), "small": (0, 1e12), "rank": (1, 256),
     "threshold": (0.0, 1e6), "tau": (1, 1e6), "steps": (1, 1e9), "alpha": (0.0, 1e6), "most": (1, 1e9),
-    "quorum": (1, 1e6), "staleness": (0, 1e6),
+    "quorum": (1, 1e6), "staleness": (0, 1e6), "share": (0.0, 1.0),
 }  # fmt: skip
 _FLAGS = ("overlap", "lossy")
-_REAL = ("rate", "momentum", "threshold", "alpha")
+_REAL = ("rate", "momentum", "threshold", "alpha", "share")
 
 
 def resolve(mode: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,6 +63,9 @@ def _allowed(name: str, value: Any) -> bool:
     if name == "outer":
         pair: Any = value
         return isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(x, (int, float)) for x in pair)
+    if name == "helpers":
+        ranks: Any = value
+        return isinstance(ranks, (tuple, list)) and all(isinstance(rank, int) for rank in ranks)
     low, high = _RANGES[name]
     number = isinstance(value, (int, float) if name in _REAL else int) and not isinstance(value, bool)
     return number and low <= value <= high
@@ -72,6 +76,8 @@ def _rule(name: str) -> str:
         return "it must be True or False"
     if name == "outer":
         return "it must be a pair (learning rate, momentum), such as (0.7, 0.9)"
+    if name == "helpers":
+        return "it must be a list of ranks, such as [2, 3]"
     low, high = _RANGES[name]
     return f"it must be {'a number' if name in _REAL else 'a whole number'} from {low:g} to {high:g}"
 
@@ -94,11 +100,15 @@ def check_model(model: nn.Module, optimizer: Optimizer, mode: str, options: Mapp
             raise ConfigError(
                 f"{name!r} has sparse gradients, which sync() cannot exchange; make it with sparse=False."
             )
-    if options.get("momentum") and any(group.get("momentum") for group in optimizer.param_groups):
+    if options.get("momentum") and any(map(_has_momentum, optimizer.param_groups)):
         raise ConfigError(
             f"momentum is {options['momentum']:g} in sync(mode={mode!r}) and the optimizer has momentum too; it would count "
             "twice. Set the optimizer's to 0, or leave this one out."
         )
+
+
+def _has_momentum(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("momentum") or (group.get("betas") or (0.0,))[0])
 
 
 def fingerprint(model: nn.Module, mode: str, options: Mapping[str, Any], groups: Any, loader: Any) -> dict[str, Any]:

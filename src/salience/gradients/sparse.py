@@ -66,10 +66,11 @@ class Sparse:
                 sent = torch.zeros(count * unit, dtype=torch.bfloat16, device=gradients[i].device)
             chosen.append(positions.to(torch.int32))
             values.append(sent)
+        taken = dict(zip(pooled, zip(chosen, values, strict=True), strict=True))
         parts = [norms, *(gradients[i].reshape(-1).float() for i in whole), *chosen, *values]
         came = self.link.gather(torch.cat([part.view(torch.uint8) for part in parts]))
         columns = iter(came.split([part.nbytes for part in parts], dim=1))
-        found = _typed(next(columns), torch.float32)
+        found = _typed(next(columns), torch.float32).double().cpu()
         for i in whole:
             gradients[i].copy_(_typed(next(columns), torch.float32).mean(0).view(gradients[i].shape))
         places = [_typed(next(columns), torch.int32) for _ in pooled]
@@ -78,11 +79,14 @@ class Sparse:
             mean = torch.zeros(gradients[i].numel() // unit, unit, device=what.device)
             mean.index_add_(0, where.reshape(-1).long(), what, alpha=1 / self.link.world)
             gradients[i].copy_(mean.view(gradients[i].shape))
+        for i in (i for i, silent in zip(pooled, (found == 0).all(0).tolist(), strict=True) if silent):
+            self._put_back(i, units[pooled.index(i)], *taken[i])
+            gradients[i].zero_()
         if not bool(found.isfinite().all()):  # as all-reduce would have it, so that gradient scalers notice
             for i in pooled:
                 gradients[i].fill_(torch.nan)
         else:
-            self._norms = found.double().mean(0).tolist()
+            self._norms = found.mean(0).tolist()
         self.step += 1
 
     def _choose(self, i: int, gradient: Tensor, unit: int, count: int) -> tuple[Tensor, Tensor]:
@@ -94,6 +98,12 @@ class Sparse:
         if velocity is not None:
             velocity.view(-1, unit)[positions] = 0.0  # masked, so that old momentum does not push twice
         return positions, take(pool, positions, unit)
+
+    def _put_back(self, i: int, unit: int, positions: Tensor, sent: Tensor) -> None:
+        """No rank had a gradient for this layer: the optimizer may not look at it, so nothing may be lost there."""
+        pool = self.pools[i]
+        assert pool is not None
+        pool.view(-1, unit).index_add_(0, positions.long(), sent.to(pool.dtype).view(-1, unit))
 
     def _unit(self, gradient: Tensor) -> int:
         """Values that travel together: a kernel of a convolution, or a few neighbours of a row."""
@@ -113,9 +123,10 @@ class Sparse:
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step, "pools": self.pools, "velocities": self.velocities, "norms": self._norms}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, residuals: bool = True) -> None:
         self.step, self._norms = int(state["step"]), list(state["norms"])
-        self.pools, self.velocities = list(state["pools"]), list(state["velocities"])
+        if residuals:
+            self.pools, self.velocities = list(state["pools"]), list(state["velocities"])
 
 
 def _typed(columns: Tensor, dtype: torch.dtype) -> Tensor:
