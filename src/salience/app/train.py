@@ -162,7 +162,7 @@ class Training:
         stages = {"augment": [Stage(torch.from_numpy, random=False, name="tensor")], "treat": config.treat}
         loader = Loader(
             self.data.train, self.batch_size, epochs=config.epochs, select=config.select or None, seed=config.seed,
-            ledger=known, log=log, auto=config.auto, balance=config.balance,
+            ledger=known, log=log, auto=config.auto, balance=config.balance and self.ranks is not None,
             sinks=[part.strip() for part in config.sinks.split(",") if part.strip()],
             **(stages if config.treat else {}),
             # Not persistent: when observing, a resumed shuffle would then draw other numbers; and a Loader is part of
