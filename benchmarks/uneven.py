@@ -2,18 +2,20 @@
 
 Two real ranks under Gloo train one model by DistributedDataParallel.
 
-speed: rank 1 takes four times as long per sample (in-process waits in place of a forward and a backward pass, as for a device
-on which the host waits; cores that ranks share would slow both). `ideal` is the sum of what both ranks reach by themselves at
-the same time, with a DataLoader, without DDP and without salience; the baseline is equal parts. The same two processes take
-the arms by turns, a window of each per round, after warm-up windows in which speeds are measured; figures are medians over the
-rounds. `throughput_vs_waits_alone` takes the waits for the ideal, as if everything else took no time.
+speed: rank 1 has a quarter of a core (a CPU quota with a period of 5 ms, where this system lets us make a control group;
+otherwise, or with --waits, in-process waits in place of a forward and a backward pass, as for a device on which the host
+waits). `ideal` is the sum of what both ranks reach by themselves at the same time, with a DataLoader, without DDP and without
+salience; the baseline is equal parts. The same two processes take the arms by turns, a window of each per round, after warm-up
+windows in which speeds are measured; figures are medians over the rounds. `throughput_vs_waits_alone` takes the waits for the
+ideal, as if everything else took no time.
 
 text: lengths are log-normal, parts are padded to their longest text, and a step costs what the padded tokens of its dearer rank
-cost; counted from the plans, not timed. Baselines: a random split of the same batches (a DistributedSampler's); the same
+cost; counted from the plans, not timed. Baselines: Transformers' BatchRebalanceSampler (batch_rebalance), over the same batches
+as near as it draws them; a random split of the same batches (a DistributedSampler's); the same
 batches sorted by length and cut into equal numbers; and batches of similar length, split at random (group_by_length), which
 changes what a batch is made of, while ours leaves every batch, and so its gradient, as it is.
 
-It would embarrass us to reach less than 0.92 of the ideal, or to gain less over random than 1.58.
+It would embarrass us to reach less than 0.92 of the ideal, or to gain less over random than batch_rebalance does.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,14 +56,55 @@ SECONDS_PER_SAMPLE = 0.0005
 """Of the fast rank: a device of its own, on which the host waits. Ranks that shared a core would slow each other."""
 
 
-def worker(rank: int, port: int, rounds: int) -> None:
+QUOTA_PERIOD = 5_000
+"""Microseconds after which the slow rank gets processor time again."""
+
+
+class Repeated(nn.Module):
+    """One layer, many times over: much to compute and little to send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer, self.last = nn.Linear(32, 256), nn.Linear(256, 256), nn.Linear(256, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(48):
+            x = F.relu(self.layer(x))
+        return self.last(x)
+
+
+@contextmanager
+def quota(share: float) -> Generator[Callable[[int], None] | None]:
+    """Limits a process to `share` of a core; None where this system does not let us."""
+    first, name = Path("/sys/fs/cgroup/cpu"), f"salience-uneven-{os.getpid()}"
+    folder = (first if first.is_dir() else first.parent) / name
+    try:
+        folder.mkdir()
+        if first.is_dir():
+            (folder / "cpu.cfs_period_us").write_text(str(QUOTA_PERIOD))
+            (folder / "cpu.cfs_quota_us").write_text(str(round(share * QUOTA_PERIOD)))
+        else:
+            (folder / "cpu.max").write_text(f"{round(share * QUOTA_PERIOD)} {QUOTA_PERIOD}")
+    except OSError:
+        if folder.is_dir():
+            folder.rmdir()
+        yield None
+        return
+    try:
+        yield lambda process: (folder / "cgroup.procs").write_text(str(process)) and None
+    finally:
+        folder.rmdir()
+
+
+def worker(rank: int, port: int, rounds: int, waits: bool) -> None:
     """One rank; rank 0 prints the samples per second of each arm over both ranks, per round."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    seconds = SECONDS_PER_SAMPLE * (SLOWDOWN if rank == 1 else 1.0)
+    seconds = SECONDS_PER_SAMPLE * (SLOWDOWN if rank == 1 else 1.0) if waits else 0.0
     n = BATCH * 2 * BATCHES
     data = TensorDataset(torch.randn(n, 32), torch.randint(0, 4, (n,)))
-    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4))
+    model: nn.Module = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4)) if waits else Repeated()
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loaders = {"balanced": salience.Loader(data, BATCH, balance=True), "equal": salience.Loader(data, BATCH)}
@@ -103,30 +148,37 @@ def total(value: float, how: Any) -> float:
     return moved.item()
 
 
-def speed(rounds: int) -> dict[str, float]:
+def speed(rounds: int, *, waits: bool) -> dict[str, Any]:
     """Medians over the rounds of each arm's samples per second over those of the ideal in the same round."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, "--worker", json.dumps([rank, port, rounds])],
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    said = [process.communicate()[0] for process in ranks]
+    with quota(1 / SLOWDOWN) as limit:
+        waits = waits or limit is None
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--worker", json.dumps([rank, port, rounds, waits])],
+                env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True,
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        if limit is not None and not waits:
+            limit(ranks[1].pid)
+        said = [process.communicate()[0] for process in ranks]
     rows = json.loads(said[0].splitlines()[-1])
     ratios = {arm: np.array([row[arm] / row["ideal"] for row in rows]) for arm in ("balanced", "equal")}
-    stated = (1 + 1 / SLOWDOWN) / SECONDS_PER_SAMPLE
-    return {
+    figures = {
         "throughput_vs_ideal": float(np.median(ratios["balanced"])),
         "equal_vs_ideal": float(np.median(ratios["equal"])),
         "throughput_vs_ideal_lowest": float(ratios["balanced"].min()),
         "throughput_vs_ideal_highest": float(ratios["balanced"].max()),
-        "throughput_vs_waits_alone": float(np.median([row["balanced"] for row in rows]) / stated),
         "ideal_samples_per_second": float(np.median([row["ideal"] for row in rows])),
+        "slowed_by": "in-process waits" if waits else f"CPU quota, period {QUOTA_PERIOD / 1000:g} ms",
     }
+    if waits:
+        stated = (1 + 1 / SLOWDOWN) / SECONDS_PER_SAMPLE
+        figures["throughput_vs_waits_alone"] = float(np.median([row["balanced"] for row in rows]) / stated)
+    return figures
 
 
 def text(n: int, world: int, batch: int) -> dict[str, float]:
@@ -158,21 +210,38 @@ def text(n: int, world: int, batch: int) -> dict[str, float]:
     rest = order[n // batch * batch :]
     ours = by_cost(plan(order).shard(0, world), lengths, np.full(world, 1 / world))
     mine = cost(ours.plan.ids, ours.cuts)
+    peer = rebalanced(lengths, world, batch)
     others = {"random": order, "equal_counts_sorted": np.r_[within, rest], "grouped_by_length": np.r_[grouped, rest]}
-    return {f"text_vs_{name}": float(cost(ids) / mine) for name, ids in others.items()}
+    figures = {f"text_vs_{name}": float(cost(ids) / mine) for name, ids in others.items()}
+    theirs = sum(max(len(part) * lengths[part].max() for part in step) for step in zip(*peer, strict=True))
+    random = cost(order)
+    return {
+        **figures,
+        "batch_rebalance_vs_random": float(random / theirs),
+        "text_vs_batch_rebalance": float(theirs / mine),
+    }
+
+
+def rebalanced(lengths: np.ndarray, world: int, batch: int) -> list[list[list[int]]]:
+    """The batches of each rank as Transformers' sampler makes them."""
+    from transformers.trainer_pt_utils import BatchRebalanceSampler
+
+    given = {"effective_batch_size": batch, "dp_size": world, "grad_accum": 1}
+    return [list(BatchRebalanceSampler([int(n) for n in lengths], rank=rank, **given)) for rank in range(world)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--waits", action="store_true", help="in-process waits even where there are CPU quotas")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         worker(*json.loads(args.worker))
         return
-    found = speed(6 if args.quick else 20)
+    found = speed(6 if args.quick else 20, waits=args.waits)
     first = {name: found.pop(name) for name in ("throughput_vs_ideal", "equal_vs_ideal")}
-    figures = {**first, **text(20_000, 2, 32), **found, "slowdown": SLOWDOWN, "slowed_by": "in-process waits"}
+    figures = {**first, **text(20_000, 2, 32), **found, "slowdown": SLOWDOWN}
     for name, value in figures.items():
         print(f"{name:<32} {value if isinstance(value, str) else round(value, 3)}")
     print(json.dumps({name: value if isinstance(value, str) else round(value, 4) for name, value in figures.items()}))

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
+import salience
 from salience.errors import ConfigError, RankError, StateError
 from salience.ledger.exchange import shared_ledger
 from salience.memory import node_memory
@@ -94,6 +95,37 @@ def trouble(rank: int) -> Any:
 
 def test_the_trouble_of_one_rank_stops_all(run):
     assert run(trouble) == ["KeyError('of another')", "ValueError('mine')"]
+
+
+SETTINGS = ({"n": 41}, {"batch_size": 3}, {"seed": 1}, {"select": "default"}, {"balance": True}, {"auto": True})
+
+
+def unlike(rank: int) -> Any:
+    said = []
+    for other in SETTINGS:
+        given = {"n": 40, "batch_size": 4, **(other if rank else {})}
+        data = torch.utils.data.TensorDataset(torch.zeros(given.pop("n"), 2))
+        try:
+            salience.Loader(data, epochs=2, **given)
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+def test_ranks_with_other_settings_stop_with_one_sentence_that_names_it(run):
+    first, second = run(unlike)
+    assert first == second
+    named = (
+        "the size of the data set is 40 on rank 0 and 41",
+        "batch_size is 4",
+        "seed is 0",
+        "select is",
+        "balance is",
+        "auto is",
+    )
+    assert len(first) == len(named), first
+    for sentence, name in zip(first, named, strict=True):
+        assert sentence.startswith(f"Ranks were given different settings: {name}")
 
 
 def nodes(rank: int) -> Any:

@@ -184,6 +184,10 @@ class TrainConfig:
     """Share of the images that may be broken; others stand in for them, with loss weight 0."""
     balance: bool = False
     """With several ranks: parts of every batch by measured speed."""
+    sync: str = ""
+    """With several ranks: a mode of `salience.sync`, by which gradients travel; empty: plain DDP."""
+    zero: int = 0
+    """With several ranks: what is divided among them: 1 the optimizer's state, 2 gradients too, 3 parameters too; 0 nothing."""
     auto: bool = False
     """Measure the run and change the number of workers if that makes it faster; training itself does not change."""
     sinks: str = ""
@@ -216,7 +220,7 @@ def train_config(table: Mapping[str, Any]) -> TrainConfig:
     for name in ("epochs", "batch_size"):
         if getattr(config, name) < 1:
             raise ConfigError(f"train.{name} is {getattr(config, name)}; it must be at least 1.")
-    for name in ("seed", "lr", "weight_decay", "size", "workers", "checkpoint_every", "max_broken"):
+    for name in ("seed", "lr", "weight_decay", "size", "workers", "checkpoint_every", "max_broken", "zero"):
         if getattr(config, name) < 0:
             raise ConfigError(f"train.{name} is {getattr(config, name)}; it must be at least 0.")
     return config

@@ -148,7 +148,7 @@ class Loader(Door, Generic[T]):
             _length(dataset), batch_size=batch_size, epochs=epochs, select=select, seed=seed, drop_last=drop_last,
             window=window, generator=generator, shuffle=shuffle is not False, even=even, ledger=ledger,
             reference=reference, baseline=baseline, embeddings=embeddings, trace=trace, log=log, sinks=sinks, strict=strict,
-            balance=balance, costs=costs,
+            balance=balance, costs=costs, alike={"auto": str(auto), "policy": policy},
         )  # fmt: skip
         chooser = Auto(auto, baseline, epochs=epochs, policy=policy) if auto else None
         self.dataset, self.with_ids, self.ids_key, self.generator = dataset, with_ids, ids_key, generator

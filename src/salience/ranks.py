@@ -15,7 +15,7 @@ import socket
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -98,6 +98,16 @@ class Ranks:
             raise trouble
         if anywhere:
             raise elsewhere
+
+    def check_alike(self, settings: Mapping[str, Any]) -> None:
+        """Raise ConfigError on all ranks where one was given other settings than rank 0, by the names of settings."""
+        found = self.gather_objects(dict(settings))
+        for rank, (name, value) in ((r, item) for r, one in enumerate(found) for item in one.items()):
+            if value != found[0].get(name):
+                raise ConfigError(
+                    f"Ranks were given different settings: {name} is {found[0].get(name)!r} on rank 0 and {value!r} on rank "
+                    f"{rank}; it must be the same on all ranks."
+                )
 
     def all_max(self, array: npt.NDArray[Any]) -> None:
         """Fill `array` with the maximum over all ranks, element by element."""

@@ -244,47 +244,6 @@ def test_two_runs_in_one_folder_are_refused_with_the_number_of_the_other(place: 
     assert not Path("out/lock").exists()
 
 
-def torchrun(cwd: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The command on two ranks of this machine."""
-    start = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "salience",
-        *args,
-    ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(start, cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False)
-
-
-def test_two_ranks_train_what_one_process_trains_and_rank_0_alone_writes(place: Path):
-    done = torchrun(place, *options(model="ending:Model", out="two"), "--balance", PYTHONPATH=os.pathsep.join(sys.path))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("epoch   1/2") == 1
-    ledger = ledgers.load(place / "two" / checkpoint.LEDGER)
-    assert set(ledger.seen.tolist()) == {2}
-    assert not (place / "two/lock").exists()
-
-
-def test_a_killed_run_of_two_ranks_goes_on_with_one_in_mid_epoch(place: Path):
-    given = options(model="ending:Model", **{"checkpoint-every": 1})
-    killed = torchrun(place, *given, END_BY="SIGKILL:4", PYTHONPATH=os.pathsep.join(sys.path))
-    assert killed.returncode != 0
-    state = checkpoint.newest(Path("out"), print)["loader"]
-    assert (state["world"], len(state["course"]["delivered"])) == (2, 3)
-    assert main([*given, "--resume"]) == 0
-    ledger = ledgers.load(place / "out" / checkpoint.LEDGER)
-    assert set(ledger.seen.tolist()) == {2}, "every image once in each epoch"
-
-
-def test_a_batch_that_cannot_be_divided_is_refused_on_two_ranks(place: Path):
-    done = torchrun(place, *options(**{"batch-size": 7}))
-    assert "--batch-size 7 cannot be divided among 2 ranks" in done.stderr
-
-
 def test_names_never_steer_the_terminal(place: Path, capsys: pytest.CaptureFixture[str]):
     odd = "\x1b[31mred\x07" + os.fsdecode(b"\xff")
     Path("data/2").rename(place / "data" / odd)

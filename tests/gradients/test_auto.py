@@ -108,7 +108,9 @@ def started(rank: int, rate: float, candidates: tuple[str, ...] = ("lowrank", "t
 
     def told() -> Any:
         handle.average()
-        found = [[one["action"], one["lever"], one["reason"]] for one in loader.events.recent]
+        found = [
+            [one["action"], one["lever"], one["reason"]] for one in loader.events.recent if one["kind"] == "decision"
+        ]
         return {"told": found, "modes": modes, "digest": digest(ddp.module), "sent": handle.sent}
 
     return handle, steps, told

@@ -28,14 +28,14 @@ import salience
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-rank, port, folder, select, costs, model_kind = json.loads(sys.argv[1])
+rank, port, folder, select, costs, model_kind, window = json.loads(sys.argv[1])
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 g = torch.Generator().manual_seed(3)
 x = torch.randn(203, 8, generator=g)
 data = TensorDataset(x, (x @ torch.randn(8, 4, generator=g)).argmax(1))
 lengths = np.random.default_rng(0).integers(1, 50, 203) if costs else None
-loader = salience.Loader(data, 16, epochs=5, select=select, with_ids=True, balance=True, costs=lengths)
+loader = salience.Loader(data, 16, epochs=5, select=select, with_ids=True, balance=True, costs=lengths, window=window)
 heard = []
 loader.events.listen(heard.append)
 model = torch.nn.Linear(8, 4)
@@ -48,7 +48,12 @@ for epoch in range(5):
     for ids, (a, b) in loader:
         time.sleep((0.0005, 0.002)[rank] * len(a))
         logits = ddp(a)
-        loss = loader.loss(F.cross_entropy(logits, b, reduction="none"), logits, b, ids)
+        losses = F.cross_entropy(logits, b, reduction="none")
+        if select == "selective_backprop":
+            keep = loader.pick(losses)
+            loss, ids = loader.loss(losses[keep]), ids[keep]
+        else:
+            loss = loader.loss(losses, logits, b, ids)
         optimizer.zero_grad(); loss.backward(); optimizer.step()
         steps.append(ids.tolist())
     shares.append(loader._run.balancing.shares.tolist())
@@ -62,13 +67,15 @@ dist.destroy_process_group()
 """
 
 
-def run(folder: Path, select: str | None = None, *, costs: bool = False, model: str = "plain") -> list[Any]:
+def run(
+    folder: Path, select: str | None = None, *, costs: bool = False, model: str = "plain", window: int | None = None
+) -> list[Any]:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, json.dumps([rank, port, str(folder), select, costs, model])],
+            [sys.executable, "-c", SCRIPT, json.dumps([rank, port, str(folder), select, costs, model, window])],
             stderr=subprocess.PIPE, text=True,
         )
         for rank in range(2)
@@ -103,6 +110,23 @@ def test_a_slow_rank_takes_less_and_the_gradient_stays_that_of_one_process(tmp_p
     assert [sorted(a + b) for a, b in zip(fast["steps"], slow["steps"], strict=True)] == alone
     torch.testing.assert_close(model.weight.detach(), torch.tensor(fast["weight"]), atol=1e-5, rtol=1e-4)
     assert fast["seen"] == slow["seen"] == loader.ledger.seen.tolist()
+
+
+def test_picked_samples_of_unequal_parts_give_the_gradient_of_their_union(tmp_path):
+    fast, slow = run(tmp_path, "selective_backprop")
+    assert fast["shares"][-1][0] > 0.6
+    x, y = data().tensors
+    model = torch.nn.Linear(8, 4)
+    with torch.no_grad():
+        [p.fill_(0.01) for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for one, other in zip(fast["steps"], slow["steps"], strict=True):
+        kept = torch.tensor(one + other)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x[kept]), y[kept]).backward()
+        optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), torch.tensor(fast["weight"]), atol=1e-5, rtol=1e-4)
+    assert fast["seen"] == slow["seen"]
 
 
 def data() -> TensorDataset:
@@ -165,7 +189,15 @@ def test_costs_of_another_length_are_refused():
         salience.Loader(data(), 16, costs=[1, 2, 3])
 
 
-def test_in_one_process_balance_changes_nothing():
+def test_in_one_process_balance_changes_nothing_and_says_so_once():
+    heard = []
+    loader = salience.Loader(data(), 16, balance=True)
+    loader.events.listen(heard.append)
+    for _ in range(2):
+        list(loader)
+    assert [event["text"] for event in heard if event["kind"] == "warning"] == [
+        "balance=True does nothing in a single process: there is nobody to share batches with."
+    ]
     plain, balanced = (
         [ids.tolist() for ids, _ in salience.Loader(data(), 16, with_ids=True, **more)]
         for more in ({}, {"balance": True, "costs": np.arange(203)})

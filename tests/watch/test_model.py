@@ -74,6 +74,20 @@ def test_waits_for_workers_that_are_far_ahead_are_no_verdict_on_the_input():
     )  # they are not beside
 
 
+def test_gradients_that_ranks_wait_for_are_a_verdict_of_their_own():
+    bound = costs(step=0.1, wait=0.01, input=0.001, compute=0.09, forward=0.01, backward=0.02, sync=0.06)
+    ceilings = [ceiling(bound, lever) for lever in levers(bound, cores=1)]
+    found = find_bottleneck(bound, ceilings)
+    assert (found.kind, found.cause, found.share) == ("sync", "gradient sync", pytest.approx(0.6))
+    assert "a step without takes 40.0 ms" in found.text
+    assert 'Try: salience.sync(mode="auto")' in found.text
+    gain = next(one for one in ceilings if one.lever.name == 'sync(mode="auto")')
+    assert gain.low <= gain.speedup <= gain.high
+    assert gain.high == pytest.approx(0.09 / 0.03)
+    assert find_bottleneck(costs(step=0.1, wait=0.05, compute=0.05, sync=0.03)).kind == "input", "waits for input more"
+    assert 'sync(mode="auto")' not in {lever.name for lever in levers(costs(), cores=1)}
+
+
 def test_a_loop_that_is_slower_alone_promises_nothing():
     assert "cost nothing: 1.00x" in find_bottleneck(costs(step=0.1, wait=0.03, compute=0.12)).text
 

@@ -22,7 +22,7 @@ from salience.report.profile import rendered, sparkline
 from salience.run.part import Batch
 from salience.run.watching import Watching
 from salience.watch.model import Costs
-from salience.watch.probe import Enough, Session, profiling
+from salience.watch.probe import Enough, Session, costs_of, profiling
 from salience.watch.profile import profiled
 from salience.watch.steps import Steps
 from salience.watch.usage import Usage, UsageRecord, UsageSample
@@ -149,6 +149,26 @@ def test_copying_is_a_part_of_its_own_where_the_loop_says_so():
     assert steps.spent().copy == told.copy
     costs = Costs(step=0.02, wait=0, input=0.001, compute=0.02, work={}, copy=0.005, forward=0.01, backward=0.005)
     assert "copy" in rendered(profiled(costs, cores=2, losses=True))
+
+
+def test_waiting_for_gradients_is_a_part_of_its_own_and_steps_of_a_trial_are_left_out():
+    steps = Steps()
+    for trying in [True] * 6 + [False] * 6:
+        steps.ask()
+        steps.got()
+        steps.on_loss(torch.device("cpu"))
+        time.sleep(0.003)
+        steps.synced(0.05 if trying else 0.002, trying=trying)
+    steps.ask()
+    assert [step.trying for step in steps.steps] == [True] * 6 + [False] * 6
+    assert all(step.sync <= step.backward for step in steps.steps)
+    found = costs_of(list(steps.steps), [], 0)
+    assert found is not None
+    assert (found.steps, found.sync) == (6, pytest.approx(0.002))
+    assert found.forward + found.backward + found.sync == pytest.approx(found.compute)
+    said = rendered(profiled(found, cores=2, losses=True))
+    assert "gradient sync" in said
+    assert "Without gradient sync a step would take" in said
 
 
 SCRIPT = """

@@ -2,6 +2,7 @@
 
     out/last.pt        the newest checkpoint
     out/previous.pt    the one before, should the disk have damaged the newest
+    out/rank-1.pt      with --sync: what rank 1 alone knows, such as gradients that had stayed behind; so of each but rank 0
     out/ledger.npz     what is known of every sample, written at the end
     out/names.npz      the file of every sample, likewise
     out/copies.npz     near-copies, where they were looked for
@@ -90,6 +91,37 @@ def write(folder: Path, state: Mapping[str, Any]) -> None:
             f"No checkpoint could be written to {str(folder)!r}: {reason}. The one before is intact; free some space "
             "there and go on with --resume."
         ) from cause
+
+
+def write_of_rank(folder: Path, rank: int, state: Mapping[str, Any]) -> None:
+    """Keep what one rank alone knows, before the checkpoint that it belongs to is written; the one before stays, too."""
+    path = folder / f"rank-{rank}.pt"
+    with atomic(path, part=path.with_suffix(".pt.part"), previous=path.with_suffix(".previous.pt")) as file:
+        torch.save({"format": FORMAT, **state}, file)
+
+
+def read_of_rank(folder: Path, rank: int, stamp: Sequence[int]) -> dict[str, Any] | None:
+    """What that rank had kept when the checkpoint with this stamp was made; None where it is lost."""
+    for name in (f"rank-{rank}.pt", f"rank-{rank}.previous.pt"):
+        with contextlib.suppress(StateError):
+            if (folder / name).exists() and (state := read(folder / name))["stamp"] == list(stamp):
+                return state
+    return None
+
+
+def launch() -> str:
+    """The id that torchrun gave to this run and keeps when it restarts its ranks; empty without one of its own."""
+    given = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return "" if given == "none" else given
+
+
+def restarted(folder: Path) -> bool:
+    """True if torchrun has restarted its ranks, and the checkpoint here is of the ranks before them."""
+    for path in (folder / LAST, folder / PREVIOUS) if launch() else ():
+        with contextlib.suppress(StateError):
+            if path.exists():
+                return read(path).get("launch") == launch()
+    return False
 
 
 def _disk_error(error: BaseException | None) -> str:

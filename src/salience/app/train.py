@@ -10,11 +10,9 @@ was never stopped. Under torchrun each rank takes its part of every batch, and r
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import time
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,14 +21,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from salience import ledger as ledgers
-from salience.app import checkpoint, models
+from salience.app import checkpoint, models, parallel
 from salience.app.augment import crop_flip
 from salience.app.data import Split, open_split, pixel_statistics
+from salience.app.parallel import Parallel
 from salience.config import TrainConfig
 from salience.errors import ConfigError, StateError
 from salience.events import Event, EventLog
@@ -47,7 +45,6 @@ from salience.seeds import AUGMENT, torch_generator, torch_seed
 from salience.select.findings import save_copies
 from salience.treat import Stage, Treat
 
-MOMENTUM = 0.9
 MAX_KEPT_TEST_BYTES = 1 << 30
 """Bytes of test images that are decoded once and kept."""
 
@@ -67,8 +64,9 @@ def train(config: TrainConfig, saved: Mapping[str, Any] | None = None) -> Tally:
     resolve(config.select or None)  # a wrong name is said now, not after a million files were listed
     Treat.of(config.treat or None)
     parse_bytes(config.cache or "0")
+    parallel.check(config)
     models.check_name(config.model, size=config.size or 32)
-    with joined_ranks(device) as ranks, first_rank_writes(folder, ranks):
+    with joined_ranks(device) as ranks, parallel.first_rank_writes(folder, ranks):
         if ranks is not None and ranks.rank > 0:
             ranks.barrier()  # rank 0 unpacks what there is to unpack
         with bars() as shown:
@@ -84,17 +82,6 @@ def train(config: TrainConfig, saved: Mapping[str, Any] | None = None) -> Tally:
         if run.rank == 0:
             run.finish()
     return run.tally
-
-
-@contextmanager
-def first_rank_writes(folder: Path, ranks: Ranks | None) -> Generator[None]:
-    """Rank 0 keeps the folder to itself and says how it goes; the others write and say nothing."""
-    if ranks is None or ranks.rank == 0:
-        with checkpoint.claimed(folder):
-            yield
-        return
-    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
-        yield
 
 
 @dataclass(kw_only=True, slots=True)
@@ -139,10 +126,8 @@ class Training:
         self.model = models.seeded(config.model, len(data.classes), size=data.size, seed=config.seed).to(device)
         if device.type == "cuda":
             self.model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-        self.trained: nn.Module = self.model if ranks is None else DistributedDataParallel(self.model)
-        self.optimizer = torch.optim.SGD(
-            models.decayed(self.model, config.weight_decay), lr=rate, momentum=MOMENTUM, nesterov=True
-        )
+        self.parallel = Parallel(self.model, self.config, ranks, device)
+        self.trained, self.optimizer = self.parallel.trained, self.parallel.optimizer
         self.loader = self._make_loader(fresh=saved is None)
         self.loader.attach(self.model, features=not config.select)
         self._keeps_tests = 3 * data.size**2 * data.tested <= MAX_KEPT_TEST_BYTES
@@ -152,6 +137,10 @@ class Training:
             **self._workers(persistent=not self._keeps_tests),
         )  # fmt: skip
         self.schedule = ProgressLR(self.optimizer, self.loader, "one_cycle")
+        if ranks is None and (said := parallel.useless(config)):
+            say(said)
+        elif config.sync:
+            self.parallel.sync(config.sync, self.loader)
         self.number = 0
         """Batches of this epoch that are done."""
         self._before = (self.tally.seconds, self.tally.overhead)
@@ -172,7 +161,7 @@ class Training:
         stages = {"augment": [Stage(torch.from_numpy, random=False, name="tensor")], "treat": config.treat}
         loader = Loader(
             self.data.train, self.batch_size, epochs=config.epochs, select=config.select or None, seed=config.seed,
-            ledger=known, log=log, auto=config.auto, balance=config.balance,
+            ledger=known, log=log, auto=config.auto, balance=config.balance and self.ranks is not None,
             sinks=[part.strip() for part in config.sinks.split(",") if part.strip()],
             **(stages if config.treat else {}),
             # Not persistent: when observing, a resumed shuffle would then draw other numbers; and a Loader is part of
@@ -199,7 +188,7 @@ class Training:
                 epoch = self.loader.epoch
                 loss, accuracy, rate = self._epoch(epoch, begin, shown)
                 shown.update("train", self.loader.progress, 1.0, "evaluating")
-                tested = self.evaluate() if self.rank == 0 else 0.0
+                tested = self.evaluate() if self.rank == 0 or self.parallel.sharded else 0.0
                 if self.ranks is not None:  # of batch norm's statistics, rank 0's count
                     tested = self.ranks.broadcast(tested)
                 self.loader.evaluated(tested)
@@ -290,15 +279,22 @@ class Training:
     # ---------------------------------------------------------------- state and result
 
     def save(self) -> None:
-        """Write a checkpoint."""
+        """Write a checkpoint, and beside it what each rank alone knows."""
+        own = self.parallel.own_state()
+        stamp = [len(self.tally.accuracies), self.number]
+        if own is not None and self.rank:
+            checkpoint.write_of_rank(self.folder, self.rank, {"stamp": stamp, **own})
         state = {
             "config": plain(self.config),  # without the passwords of URLs
             "classes": list(self.data.classes),
             "names": self.data.checksum,
             "pixels": self.pixels,
             "tally": asdict(self.tally),
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": self.parallel.model_state(),
+            "optimizer": self.parallel.optimizer_state(),
+            "own": own,
+            "stamp": stamp,
+            "launch": checkpoint.launch(),
             "schedule": self.schedule.state_dict(),
             "loader": self.loader.state_dict(),
         }
@@ -307,15 +303,12 @@ class Training:
 
     def _restore(self, saved: Mapping[str, Any]) -> None:
         self.loader.load_state_dict(saved["loader"])
-        try:
-            self.model.load_state_dict(saved["model"])
-        except RuntimeError as cause:
-            raise StateError(
-                f"Model {self.config.model!r} has other parameters than the checkpoint; resume with the code it was made "
-                f"with. {str(cause).partition(chr(10))[0]}"
-            ) from cause
-        self.optimizer.load_state_dict(saved["optimizer"])
+        self.parallel.load_model(saved["model"], self.config.model)
+        self.parallel.load_optimizer(saved["optimizer"])
         self.schedule.load_state_dict(saved["schedule"])
+        if saved.get("own") is not None and saved["config"]["sync"] == self.config.sync:
+            own = checkpoint.read_of_rank(self.folder, self.rank, saved["stamp"]) if self.rank else None
+            self.parallel.load_own_state(own or saved["own"])
         self.number = len(saved["loader"]["course"]["delivered"])
         say(f"Going on at epoch {min(self.loader.epoch + 1, self.config.epochs)}, after {self.number} of its batches.")
 

@@ -2,10 +2,12 @@
 
     salience profile train.py -- --my-option 3
     salience profile --data photos/ --model resnet9
+    torchrun --nproc-per-node 2 -m salience profile train.py
 
 The script is run as it is, with its arguments, until a few hundred steps of its salience.Loader are measured; then it is
 stopped. Now and then the next batches are held back, which times the loader alone, and released one after the other, which
-times the loop alone; they are the batches it would have got anyway.
+times the loop alone; they are the batches it would have got anyway. Under torchrun, gradient sync is a row of its own in
+scripts that call salience.sync; mode="allreduce" is what DDP does, to the bit.
 """
 
 from __future__ import annotations
@@ -86,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
     from salience.report.profile import rendered
     from salience.watch.profile import profiled
 
+    if int(os.environ.get("RANK") or 0):
+        return 0  # under torchrun rank 0 speaks
     made = profiled(costs, cores=os.cpu_count() or 1, losses=steps.losses, usage=usage.samples, missing=usage.missing)
     say(rendered(made))
     if args.json:
@@ -125,6 +129,7 @@ def _run_train(args: argparse.Namespace) -> None:
                 epochs=100,
                 batch_size=args.batch_size,
                 workers=args.workers,
+                sync="allreduce" if int(os.environ.get("WORLD_SIZE") or 1) > 1 else "",
                 out=folder,
             )
         )

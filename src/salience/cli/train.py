@@ -4,11 +4,12 @@
     salience train --data photos.tar.gz --select default --out runs/less
     salience train --data s3://bucket/shards --cache 4GiB --treat reuse --auto
     salience train --resume --out runs/less
-    torchrun --nproc-per-node 2 -m salience train --data photos/ --balance
+    torchrun --nproc-per-node 2 -m salience train --data photos/ --balance --sync auto
 
 Where there is no test split, every tenth image of each class is held out. Without --select training is plain, and
 a report says what could be saved. --resume goes on after a kill with the settings of the run; what is given
-again must be the same. A model of your own is code, which a checkpoint alone never runs: give --model again, or --trust.
+again must be the same. Ranks that torchrun restarts (--max-restarts) go on by themselves. A model of your own is
+code, which a checkpoint alone never runs: give --model again, or --trust.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ HELP = {
     "max_broken": "share of the images that may be broken, others standing in for them",
     "auto": "measure the run and keep what makes it faster; training stays what it is",
     "balance": "under torchrun: give each rank the part of every batch that fits its speed",
+    "sync": "under torchrun: how gradients travel, a mode of salience.sync such as auto, bf16, topk or local",
+    "zero": "under torchrun: divide optimizer state (1), gradients too (2), parameters too (3) among ranks; 0 nothing",
     "sinks": "where figures go as well: tensorboard:FOLDER, wandb:PROJECT, mlflow:URI; commas between several",
     "seed": "same seed, same run",
     "device": "cpu, cuda, cuda:1, ...; without it, the best there is",
@@ -79,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     from salience.report.console import say
 
     saved = None
-    if config.resume:
+    if config.resume or checkpoint.restarted(Path(config.out)):
         saved = checkpoint.newest(Path(config.out), say)
         config = train_config({**saved["config"], **given})
         _check_trust(config, given, trusted=args.trust)

@@ -54,7 +54,7 @@ def measure_window(
     natural, ready = list[Step](), 0
     for step in steps:
         ready = ahead if step.held else ready - 1
-        if not step.held and ready < 0:
+        if not step.held and not step.trying and ready < 0:
             natural.append(step)
     dropped = min(WARMUP_STEPS if first else DROPPED_STEPS, len(natural) // 4)
     body = natural[dropped:]

@@ -62,7 +62,9 @@ class StepCosts:
     forward: float = 0.0
     """Seconds per step up to the loss."""
     backward: float = 0.0
-    """Seconds per step from the loss to the next batch."""
+    """Seconds per step from the loss to the next batch, without `sync`."""
+    sync: float = 0.0
+    """Seconds per step spent waiting for gradients of other ranks, where `salience.sync` exchanges them."""
     workers: int = 0
     """Number of workers."""
     steps: int = 0
@@ -97,7 +99,7 @@ class BottleneckFound:
     window: int = 0
     """Window before which it was measured."""
     bound: str = ""
-    """"input", "compute" or "mixed"."""
+    """"input", "compute", "mixed" or "sync"."""
     cause: str = ""
     """The stage behind most of it."""
     share: float | None = None

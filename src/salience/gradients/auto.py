@@ -20,16 +20,19 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from salience.events import Event, LeverDecided
+from salience.events import BottleneckFound, Event, LeverDecided, StepCosts
 from salience.gradients.costs import Costs, Timed, rehearse, share_of, some_gradients
 from salience.gradients.exchange import Exchange, Whole
 from salience.gradients.options import resolve
 from salience.stats import paired_interval
+from salience.watch import Steps
+from salience.watch.model import Costs as StepTimes
+from salience.watch.model import find_bottleneck
 
 if TYPE_CHECKING:
     from salience.gradients.handle import Handle
@@ -134,6 +137,11 @@ class Chooser:
             self._look()
         self._since = time.perf_counter()
 
+    @property
+    def trying(self) -> bool:
+        """True while steps are not those of the mode in use: they are measured, or a mode is tried."""
+        return self.trial is not None or (bool(self.candidates) and SKIP + WATCH <= self._step < SETTLED)
+
     # --- measuring and predicting ---
 
     @property
@@ -176,6 +184,7 @@ class Chooser:
         """Measure further if steps wait long enough for gradients; otherwise settle on all-reduce."""
         step, wait = self._waits()
         self._pace = wait
+        self._say_bottleneck(step, wait)
         ceiling = step / max(step - wait, 1e-9)
         if ceiling < WORTH:
             self._step = SETTLED
@@ -214,6 +223,19 @@ class Chooser:
         length = 2 * costs.local_steps if mode == "local" else BLOCK
         self.trial = Trial(mode=mode, options=resolve(mode, given), length=length, without=[costs.plain])
         self._turn(self.trial)
+
+    def _say_bottleneck(self, step: float, sync: float) -> None:
+        """A verdict in the event log, where ranks wait for gradients above all."""
+        steps = getattr(self.handle.loader, "steps", None)
+        recent = [one.wait for one in list(steps.steps)[-WATCH:]] if isinstance(steps, Steps) else []
+        wait = statistics.fmean(recent) if recent else 0.0
+        seconds = StepTimes(step=step, wait=wait, input=wait, compute=step - wait, work={}, sync=sync, steps=WATCH)
+        found = find_bottleneck(seconds)
+        if found.kind != "sync":
+            return
+        window = int(getattr(self.handle.loader, "epoch", 0))
+        said = BottleneckFound(text=found.text, window=window, bound="sync", cause=found.cause, share=found.share)
+        self.handle.tell(replace(said, costs=StepCosts(**asdict(seconds))))
 
     # --- trying ---
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -25,6 +26,7 @@ from salience.gradients.nodes import check_groups
 from salience.gradients.options import check_model, difference, fingerprint, resolve
 from salience.gradients.probe import near_groups, pair_seconds
 from salience.ranks import Ranks
+from salience.watch import Steps
 
 Groups = Sequence[Sequence[int]] | str | None
 
@@ -246,10 +248,14 @@ class Handle:
 
     def after_step(self, *_: Any) -> None:
         self.traffic.reset()
+        begin = time.perf_counter()
         if self.local is not None:
             self.local.step()
         if self.auto is not None:
             self.auto.step()
+        waited, self.traffic.seconds = self.traffic.seconds + time.perf_counter() - begin, 0.0
+        if isinstance(steps := getattr(self.loader, "steps", None), Steps):
+            steps.synced(waited, trying=self.auto is not None and self.auto.trying)
 
     def on_event(self, event: Event) -> None:
         """Windows end with equal parameters, so that what is evaluated is one model."""

@@ -5,6 +5,8 @@ collectives end. So nothing follows one here: an exchange starts what it can whe
 gradients at hand when the last one has come. (DDP looks at the annotations of a hook: they must not be strings in this file.)
 """
 
+import time
+
 import torch
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +23,8 @@ class Traffic:
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.passes = 0
         """Backward passes whose gradients have travelled since `reset`."""
+        self.seconds = 0.0
+        """That the loop waited for the exchange since they were asked for."""
         self._places = {id(p): i for i, p in enumerate(ddp.parameters()) if p.requires_grad}
         self._waiting: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
         self._gradients: dict[int, torch.Tensor] = {}
@@ -47,7 +51,9 @@ class Traffic:
             self._gradients[self._places[id(parameter)]] = gradient
         self.exchange.begin(buffer)
         if bucket.is_last():
+            begin = time.perf_counter()
             self.exchange.finish([self._gradients[place] for place in sorted(self._gradients)])
+            self.seconds += time.perf_counter() - begin
             waiting = self._waiting
             passes = self.passes + 1
             self.reset()

@@ -14,6 +14,8 @@ def rendered(profile: BottleneckFound) -> str:
     lines = [profile.text, ""]
     alone = f"the loader alone {_ms(costs.input)}, the loop alone {_ms(costs.compute)}"
     lines.append(f"One step takes {_ms(costs.step)} (mean of {costs.steps}); {alone}.")
+    if costs.sync:
+        lines.append(f"Without gradient sync a step would take {_ms(costs.step - costs.sync)}.")
     lines += ["", f"  {'stage':<24}{'per step':>10}{'share':>8}"]
     total = sum(costs.work.values())
     for name, seconds in sorted(costs.work.items(), key=lambda item: -item[1]):
@@ -24,6 +26,7 @@ def rendered(profile: BottleneckFound) -> str:
         ("copy", costs.copy),
         ("forward", costs.forward),
         ("backward + optimizer", costs.backward),
+        *([("gradient sync", costs.sync)] if costs.sync else []),
     ]
     for name, seconds in rows if costs.copy else [rows[0], *rows[2:]]:
         lines.append(f"  {name:<24}{_ms(seconds):>10}{seconds / costs.step if costs.step else 0:>8.0%}")

@@ -113,6 +113,8 @@ class Balancing(Part):
         """This rank's part of a new plan."""
         setup = self._setup
         if setup.world == 1:
+            given = "balance=True" if self._by_speed else "costs="
+            self._voice.warn_once(f"{given} does nothing in a single process: there is nobody to share batches with.")
             return plan.shard()
         shard = plan.shard(setup.rank, setup.world, self.shares.tolist())
         return shard if self.costs is None else by_cost(shard, self.costs, self.shares)

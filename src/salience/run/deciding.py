@@ -146,6 +146,9 @@ class Deciding(Part):
     def open(self, shard: Shard, done: frozenset[int]) -> None:
         if current_session() is not None:
             return  # a profile has a probe of its own
+        if self._watching.steps.trying:
+            self._watching.probe = None  # salience.sync is measuring: one at a time
+            return
         seconds = self._watching.watch.seconds
         self._watching.probe = self.auto.open(
             self._watching.steps, len(shard), ahead=self._workers.ahead, restarts=self._workers.restarts,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
 import torch
 
+from salience._version import __version__
+from salience.config import SelectConfig
 from salience.events import EventLog
 from salience.ledger import Ledger
 from salience.plan import Trace
@@ -54,7 +56,9 @@ class Parts:
         strict: bool,
         balance: bool = False,
         costs: npt.ArrayLike | None = None,
+        alike: Mapping[str, Any] | None = None,
     ) -> None:
+        """`alike` are more settings that must be the same on all ranks."""
         self.setup = Setup(
             n=n, batch_size=batch_size, epochs=epochs, seed=seed, drop_last=drop_last, ranks=current_ranks(),
             window=None if window is None else parse_count(window),
@@ -67,6 +71,7 @@ class Parts:
             self.setup, select, self.voice, baseline=baseline, even=even,
             order=PlainOrder(n, generator, seed=seed, shuffle=shuffle), trace=None if trace is None else Trace(trace),
         )  # fmt: skip
+        self._check_alike(balance=balance, costs=costs is not None, **(alike or {}))
         self.recording = Recording(self.setup, self.voice, ledger)
         self.copying = Copying(self.setup, self.voice, self.planning.pipeline, embeddings)
         given = None if reference is None else reference_of(reference, n)
@@ -74,6 +79,18 @@ class Parts:
         if balance or costs is not None:
             self.balancing = Balancing(self.setup, self.voice, self.watching.steps, costs, by_speed=balance)
         self.sensing = Sensing(self.setup, self.voice, self.recording.recorder, self.watching.watch, given)
+
+    def _check_alike(self, **more: Any) -> None:
+        """Several ranks: stop all of them, by name, where their settings differ."""
+        setup = self.setup
+        if setup.ranks is None:
+            return
+        config = self.planning.config
+        setup.ranks.check_alike({
+            "the version of salience": __version__, "the size of the data set": setup.n, "batch_size": setup.batch_size,
+            "epochs": setup.epochs, "seed": setup.seed, "drop_last": setup.drop_last, "window": setup.window,
+            "select": str(config.to_dict()) if isinstance(config, SelectConfig) else self.planning.described, **more,
+        })  # fmt: skip
 
     def run(self, **more: Any) -> Run:
         """The run they make up, with `more` parts."""

@@ -38,6 +38,9 @@ class Costs:
     """Seconds to copy a batch to the device, where the loop reports it; otherwise part of forward."""
     forward: float = 0.0
     backward: float = 0.0
+    """The rest of `compute` but `sync`."""
+    sync: float = 0.0
+    """Part of `compute` spent waiting for gradients of other ranks, where it is known."""
     workers: int = 0
     steps: int = 0
     """How many steps were measured."""
@@ -80,12 +83,16 @@ class Bottleneck:
     """What holds the run back."""
 
     kind: str
-    """"input", "compute" or "mixed"."""
+    """"input", "compute", "mixed" or "sync"."""
     cause: str
     """The stage that costs most."""
     share: float
     """Share of that stage in the work of the loader, or in compute."""
     text: str
+
+
+SYNC = Lever(name='sync(mode="auto")', exact=False, saves={"sync": 1.0})
+"""Gradients that travel otherwise, or less often."""
 
 
 def combined(d: float, c: float, g: float) -> float:
@@ -124,7 +131,8 @@ def without(costs: Costs, saves: Mapping[str, float]) -> tuple[float, float]:
     saved = saves.get("input", 0.0)
     if total > 0:
         saved += sum(share * costs.work.get(stage, 0.0) / total for stage, share in saves.items() if stage != "input")
-    return costs.input * max(0.0, 1 - saved), costs.compute * max(0.0, 1 - saves.get("compute", 0.0))
+    compute = (costs.compute - saves.get("sync", 0.0) * costs.sync) * (1 - saves.get("compute", 0.0))
+    return costs.input * max(0.0, 1 - saved), max(0.0, compute)
 
 
 def levers(costs: Costs, *, cores: int, cached: bool = False) -> list[Lever]:
@@ -141,6 +149,8 @@ def levers(costs: Costs, *, cores: int, cached: bool = False) -> list[Lever]:
         found.append(Lever(name='select="io"', exact=False, saves={"fetch": 0.7, "compute": 0.3}))
         found.append(Lever(name='treat="echo"', exact=False, saves={"fetch": 0.5}))
     found.append(Lever(name='select="default"', exact=False, saves={"input": 0.42, "compute": 0.42}))
+    if costs.sync > 0:
+        found.append(SYNC)
     return found
 
 
@@ -156,6 +166,8 @@ def more_workers(costs: Costs, cores: int) -> Lever | None:
 def find_bottleneck(costs: Costs, ceilings: Sequence[Ceiling] = ()) -> Bottleneck:
     """Name what holds the run back, in one sentence."""
     waiting = costs.waiting
+    if (sync := _sync_bound(costs, ceilings)) is not None:
+        return sync
     total = sum(costs.work.values())
     ahead = costs.workers > 0 and 0 < total / costs.workers < MAX_WORK_WHEN_AHEAD * costs.compute
     kind = "compute" if waiting < MAX_WAIT_WHEN_FINE or ahead else "input" if waiting > MIN_WAIT_WHEN_BOUND else "mixed"
@@ -180,6 +192,19 @@ def find_bottleneck(costs: Costs, ceilings: Sequence[Ceiling] = ()) -> Bottlenec
     limit = f". Ceiling if input cost nothing: {gain:.2f}x" if kind != "compute" else ""
     advice = "" if best is None else f". Try: {best.lever.name} (at most {best.speedup:.2f}x)"
     return Bottleneck(kind=kind, cause=cause, share=share, text=f"{head}{why}{limit}{advice}.")
+
+
+def _sync_bound(costs: Costs, ceilings: Sequence[Ceiling]) -> Bottleneck | None:
+    """The verdict where ranks wait for gradients above all."""
+    syncing = costs.sync / costs.step if costs.step > 0 else 0.0
+    if syncing < max(MIN_WAIT_WHEN_BOUND, costs.waiting):
+        return None
+    rest = costs.step - costs.sync
+    tried = any(one.lever is SYNC and one.speedup >= MIN_SPEEDUP_TO_TRY for one in ceilings)
+    advice = f" Try: salience.{SYNC.name}." if tried else ""
+    text = f"Sync-bound: {syncing:.0%} of each step goes to waiting for gradients of other ranks; a step without takes "
+    text += f"{1000 * rest:.1f} ms. Ceiling if they cost nothing: {_ratio(costs.step, rest):.2f}x.{advice}"
+    return Bottleneck(kind="sync", cause="gradient sync", share=syncing, text=text)
 
 
 def bottleneck_event(found: Bottleneck, costs: Costs | None, ceilings: Sequence[Ceiling] = ()) -> dict[str, Any]:

@@ -81,8 +81,8 @@ def costs_of(steps: Sequence[Step], inputs: Sequence[float], workers: int) -> Co
 
     Without a probe the loader alone is taken to cost what it waits (no workers), or what its workers do side by side.
     """
-    natural = [s for s in steps if not s.held]
-    alone = [s for s in steps if s.held] or natural
+    natural = [s for s in steps if not s.held and not s.trying]
+    alone = [s for s in steps if s.held and not s.trying] or natural
     if len(natural) < 4:
         return None
     work = {name: _mean([s.work.get(name, 0.0) for s in natural]) for name in {n: 0 for s in natural for n in s.work}}
@@ -96,7 +96,8 @@ def costs_of(steps: Sequence[Step], inputs: Sequence[float], workers: int) -> Co
         work=work,
         copy=_mean([s.copy for s in alone]),
         forward=_mean([s.forward for s in alone]),
-        backward=_mean([s.backward for s in alone]),
+        backward=_mean([s.backward - s.sync for s in alone]),
+        sync=_mean([s.sync for s in alone]),
         workers=workers,
         steps=len(natural),
     )

@@ -52,12 +52,16 @@ class Step:
     """From having the batch on the device to calling loss()."""
     backward: float = 0.0
     """From loss() to asking for the next batch: backward pass, optimizer, and whatever else the loop does."""
+    sync: float = 0.0
+    """Part of `backward` in which this rank waited for gradients of the others, where `salience.sync` exchanges them."""
     work: Mapping[str, float] = field(default_factory=dict[str, float])
     """What the worker that made the batch spent: "fetch", "decode", and stages by name."""
     idle: float | None = None
     """Time the GPU had nothing to do before it got this batch; None without a GPU."""
     held: bool = False
     """True if the batch came out of a probe, so that its wait means nothing."""
+    trying: bool = False
+    """True if `salience.sync` was measuring or trying a mode, so that the step is not one of the run as it is."""
 
     @property
     def busy(self) -> float:
@@ -96,6 +100,9 @@ class Steps:
         """True once loss() was called."""
         self.lr: float | None = None
         """Learning rate of the step, where a ProgressLR sets it."""
+        self.trying = False
+        """True while `salience.sync` measures, or tries a mode."""
+        self._synced = 0.0
         self._spent = Spent()
         self._asked = self._got = self._copied = self._lost = 0.0
         self._device: torch.device | None = None
@@ -113,9 +120,10 @@ class Steps:
                 step.forward, step.backward = self._lost - begin, now - self._lost
             else:
                 step.forward, step.backward = now - begin, 0.0
+            step.sync, step.trying = min(self._synced, step.backward), self.trying
             if not step.held:
                 self._spent.add(step)
-            self._got = 0.0  # it is over
+            self._got = self._synced = 0.0  # it is over
         self._asked = now
         if self._device is not None:
             self._asked_event = _event(self._device)
@@ -141,6 +149,11 @@ class Steps:
         if self._device is None and device.type == "cuda":
             self._device = device
         return self._lost
+
+    def synced(self, seconds: float, *, trying: bool) -> None:
+        """`salience.sync` held the loop up for so long; `trying` as in `Step`."""
+        self._synced += seconds
+        self.trying = trying
 
     def spent(self) -> Spent:
         """Seconds of all steps since the last call."""
