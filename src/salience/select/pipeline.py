@@ -2,42 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from salience.config import SelectConfig, Use
+from salience.config import SelectConfig
 from salience.errors import ConfigError, PluginError
 from salience.ledger import COLUMNS, Ledger
 from salience.ledger.copies import Copies
 from salience.plan import Note, Plan
-from salience.registry import Card, card_of, check_options, find
+from salience.registry import find
 from salience.seeds import PLAN, generator
 from salience.select.batching import Batching, filled, members, trimmed
+from salience.select.drawing import choose_outside
 from salience.select.fetching import Exchange, Rng, Stock, exchange, exchange_note, refresh_set, resident_first
+from salience.select.plugins import Plugin, checked_draw, checked_score, checked_verdict, found_plugin
 from salience.select.ranks import rank_normalise
-from salience.select.view import NO_REFERENCE, Bools, Candidates, Clock, Draw, Floats, Ids, Reference, Verdict, View
+from salience.select.view import NO_REFERENCE, Bools, Candidates, Clock, Draw, Floats, Ids, Reference, View
 from salience.select.weights import loss_weights, scaled_weights
 
 Warn = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plugin:
-    """One plug-in of a pipeline, found and checked."""
-
-    kind: str
-    name: str
-    call: Callable[..., Any]
-    options: Mapping[str, Any]
-    weight: float
-    card: Card
-
-    @property
-    def key(self) -> str:
-        return f"{self.kind}/{self.name}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -51,14 +37,8 @@ class Sifted:
     notes: tuple[Note, ...]
 
 
-def _plugin(kind: str, used: Use) -> Plugin:
-    call = find(kind, used.name)
-    check_options(kind, used.label, call, used.options)
-    return Plugin(kind=kind, name=used.label, call=call, options=used.options, weight=used.weight, card=card_of(call))
-
-
 class Pipeline:
-    """A SelectConfig with its plug-ins found. Its only state is which plug-ins failed and what was said."""
+    """A SelectConfig with its plug-ins found. Its only state is what failed, what was said and what was calibrated."""
 
     def __init__(
         self,
@@ -71,12 +51,14 @@ class Pipeline:
         self.config = config
         self.reference = reference
         """What another model thinks of the samples; it may come later, but before the first plan."""
-        self.filters = [_plugin("filters", u) for u in config.filters]
-        self.scores = [_plugin("scores", u) for u in config.scores]
-        self.sampler = _plugin("samplers", config.sampler)
-        self.curve = _plugin("curves", config.keep)
+        self.filters = [found_plugin("filters", u) for u in config.filters]
+        self.scores = [found_plugin("scores", u) for u in config.scores]
+        self.sampler = found_plugin("samplers", config.sampler)
+        self.curve = found_plugin("curves", config.keep)
         self.off: set[str] = set()
         """Plug-ins that failed, by "kind/name"; they are not called again."""
+        self.calibrated: float | None = None
+        """The score under which the run found nothing left to learn, the same on every rank; None = not calibrated."""
         self._said_biased = False
         self._strict = strict
         self._warn: Warn = warn or (lambda text: None)
@@ -97,6 +79,10 @@ class Pipeline:
         return self.config.fetch is None and all(plugin.card.exact for plugin in (*self.plugins, self.curve))
 
     def keep(self, clock: Clock) -> float:
+        if self.config.mode == "static":
+            if clock.window < self.config.scored_for:
+                return 1.0
+            clock = replace(clock, window=max(self.config.scored_for, clock.windows // 2), steered=None)
         share = float(self.curve.call(clock, **self.curve.options))
         if not 0 < share <= 1:
             raise ConfigError(f"The curve {self.curve.name!r} gave {share} for window {clock.window}; allowed: (0, 1].")
@@ -122,13 +108,14 @@ class Pipeline:
         copies: Copies | None = None,
         stock: Stock | None = None,
         judged: Any = None,
+        opinions: Sequence[Ledger] = (),
     ) -> Plan:
-        """A pure function of its arguments (and of config, reference and which plug-ins are off).
+        """A pure function of its arguments (and of config, reference, what was calibrated and which plug-ins are off).
 
         `batch_size` is that of a full window over all `world` ranks. Where an epoch is planned in `pieces`, `window` and
         `windows` count epochs, and this plan is over the members of one piece.
         `copies` are the near-copies known, `stock` says where the bytes of the samples are, and `judged` is the judgement of
-        the labels if it was already made for this ledger.
+        the labels if it was already made for this ledger. Scores are means over the `opinions`, where there are any.
         """
         for plugin in self.plugins:
             if "reference" in plugin.card.needs and self.reference is None:
@@ -145,9 +132,9 @@ class Pipeline:
         granted = max(1, round(clock.keep * len(among)))
         batch, everything = batching.batch(granted, len(among)), granted >= len(among)
         budget = len(among) if everything else batching.visits(granted, len(among), last=last)
-        importance, raw = self._score(view)
-        ids, weights, unbiased = self._draw(view, sifted, importance, raw, budget, rng)
-        notes = sifted.notes
+        importance, raw = self._score(view) if not opinions else self._mean_score(clock, opinions, seed)
+        ids, weights, unbiased, note = self._draw(view, sifted, importance, raw, budget, batch, rng)
+        notes = sifted.notes if note is None else (*sifted.notes, note)
         if self.config.fetch is not None and not everything:
             ids, weights, note = self._fetch(view, sifted, importance, ids, weights, stock, rng)
             notes = (*notes, self._withdrawn(note) if unbiased else note)
@@ -164,7 +151,7 @@ class Pipeline:
         else:
             order = rng.permutation(len(ids))
             ids, weights = ids[order], weights[order]
-        if self.config.fetch is not None and stock is not None:
+        if stock is not None:
             order = resident_first(ids, stock.resident, batch)
             ids, weights = ids[order], weights[order]
         if up:
@@ -228,7 +215,7 @@ class Pipeline:
         notes: list[Note] = []
         for plugin in self.filters:
             verdict = self._call(
-                plugin, lambda plugin=plugin: _checked_verdict(plugin, plugin.call(view, **plugin.options), view.n)
+                plugin, lambda plugin=plugin: checked_verdict(plugin, plugin.call(view, **plugin.options), view.n)
             )
             if verdict is None:
                 continue
@@ -264,7 +251,7 @@ class Pipeline:
         raw: Floats | None = None
         for plugin in self.scores:
             score = self._call(
-                plugin, lambda plugin=plugin: _checked_score(plugin, plugin.call(view, **plugin.options), view)
+                plugin, lambda plugin=plugin: checked_score(plugin, plugin.call(view, **plugin.options), view)
             )
             if score is None or plugin.weight == 0:
                 continue
@@ -279,6 +266,14 @@ class Pipeline:
         total = sum(weight for weight, _ in ranks)
         return sum(np.float32(weight / total) * rank for weight, rank in ranks), raw  # pyright: ignore[reportReturnType]
 
+    def _mean_score(self, clock: Clock, opinions: Sequence[Ledger], seed: int) -> tuple[Floats, Floats]:
+        """The same, as the mean over several ledgers of the raw scores of each (Data Diet, Paul et al. 2021)."""
+        raws = np.stack([self._score(View(opinion, clock, self.reference, seed=seed))[1] for opinion in opinions])
+        known = ~np.isnan(raws)
+        total, count = np.where(known, raws, 0).sum(axis=0), known.sum(axis=0)
+        raw = np.where(count > 0, total / np.maximum(count, 1), np.nan).astype(np.float32)
+        return rank_normalise(raw), raw
+
     def _draw(
         self,
         view: View,
@@ -286,13 +281,17 @@ class Pipeline:
         importance: Floats,
         raw: Floats,
         budget: int,
+        batch: int,
         rng: np.random.Generator,
-    ) -> tuple[np.ndarray, Floats, bool]:
+    ) -> tuple[np.ndarray, Floats, bool, Note | None]:
         """Ids and weights: the forced samples first (the longest waiting, where the budget does not hold all).
 
-        True if the weights are those of an unbiased gradient over all samples that may be visited.
+        True if the weights are those of an unbiased gradient over all samples that may be visited. A sampler that sets its
+        own budget is asked whatever is left of the curve's, and a note says what it did; if that and the forced samples do
+        not fill a batch, others at random do.
         """
         allowed, forced = sifted.allowed, sifted.forced
+        own = not self.sampler.card.exact
         musts = np.empty(0, dtype=np.int64) if forced is None else np.flatnonzero(forced)
         if len(musts) > budget:
             waiting = view.age[musts] + rng.random(len(musts))
@@ -304,10 +303,11 @@ class Pipeline:
             free = ~forced if allowed is None else allowed & ~forced
         ids = np.arange(view.n) if free is None else np.flatnonzero(free)
         budget = min(budget - len(musts), len(ids))
-        if view.clock.keep >= 1 or budget >= len(ids) > 0:
+        note = None
+        if view.clock.keep >= 1 or (budget >= len(ids) > 0 and not own):
             draw, temper = Draw(positions=np.arange(len(ids))[:budget]), 1.0
             inclusion = np.ones(budget, dtype=np.float32)
-        elif budget <= 0:
+        elif not len(ids) or (budget <= 0 and not own):
             draw, temper, inclusion = Draw(positions=np.empty(0, dtype=np.int64)), None, None
         else:
             whole = free is None
@@ -317,24 +317,35 @@ class Pipeline:
                 importance=importance if whole else importance[ids],
                 raw_of_all=raw,
                 noise=sifted.noise,
+                calibrated=self.calibrated,
             )
             draw, temper = self._sample(candidates, budget, rng)
             inclusion = draw.inclusion
-        drawn = ids[draw.positions]
+            if own or draw.note:
+                found = draw.note or f"sets its own budget: {len(draw.positions):,} of {len(ids):,}"
+                found += f"; the curve grants {budget:,}" if own else ""
+                note = Note(name=self.sampler.name, dropped=len(ids) - len(draw.positions), forced=0, reason=found)
+        positions = draw.positions
+        lacking = min(batch - len(musts) - len(positions), len(ids) - len(positions))
+        if own and inclusion is None and lacking > 0:
+            taken = np.zeros(len(ids), dtype=bool)
+            taken[positions] = True
+            positions = np.concatenate((positions, choose_outside(rng, taken, lacking)))
+        drawn = ids[positions]
         if temper is not None and inclusion is not None:
             inclusion = np.concatenate((np.ones(len(musts), dtype=np.float32), inclusion))
         else:
             inclusion = None
         chosen = np.concatenate((musts, drawn)) if len(musts) else drawn
         weights = loss_weights(inclusion, len(chosen), len(ids) + len(musts), 1.0 if temper is None else temper)
-        return chosen, weights, inclusion is not None and temper == 1.0
+        return chosen, weights, inclusion is not None and temper == 1.0, note
 
     def _sample(self, candidates: Candidates, budget: int, rng: np.random.Generator) -> tuple[Draw, float | None]:
         """What the sampler draws, and the exponent on its weights; None if there are no weights."""
         plugin = self.sampler
         draw = self._call(
             plugin,
-            lambda: _checked_draw(plugin, plugin.call(candidates, budget, rng, **plugin.options), candidates, budget),
+            lambda: checked_draw(plugin, plugin.call(candidates, budget, rng, **plugin.options), candidates, budget),
         )
         if draw is not None:
             return draw, (1.0 if plugin.card.unbiased else None) if draw.temper is None else draw.temper
@@ -366,43 +377,3 @@ def _within(sifted: Sifted, among: range, n: int) -> Sifted:
     allowed = here if sifted.allowed is None else sifted.allowed & here
     forced = None if sifted.forced is None else sifted.forced & here
     return replace(sifted, allowed=allowed if allowed.any() else here, forced=forced)
-
-
-def _checked_verdict(plugin: Plugin, verdict: Any, n: int) -> Verdict:
-    if not isinstance(verdict, Verdict):
-        raise PluginError(f"it must return a Verdict, not {type(verdict).__name__}")
-    for name in ("keep", "force"):
-        mask = getattr(verdict, name)
-        if mask is not None and (mask.shape != (n,) or mask.dtype != np.bool_):
-            raise PluginError(f"Verdict.{name} has shape {mask.shape} of {mask.dtype}; it must be bool [{n}]")
-    factor = verdict.factor
-    if factor is not None and (factor.shape != (n,) or not (factor >= 0).all()):
-        raise PluginError(f"Verdict.factor has shape {factor.shape}; it must be {n} numbers of at least 0")
-    return verdict
-
-
-def _checked_score(plugin: Plugin, score: Any, view: View) -> Floats:
-    score, n = np.asarray(score), view.n
-    if score.shape != (n,) or score.dtype.kind not in "fiu":
-        raise PluginError(f"it returned shape {score.shape} of {score.dtype}; a score is one number per sample, [{n}]")
-    missing = [column for column in plugin.card.needs if column in COLUMNS and COLUMNS[column].needs_logits]
-    if missing and np.isnan(score).all() and not view.unseen.all():
-        raise PluginError(f"nothing is known of {', '.join(missing)}; pass logits and targets to loss()")
-    return score.astype(np.float32, copy=False)
-
-
-def _checked_draw(plugin: Plugin, draw: Any, candidates: Candidates, budget: int) -> Draw:
-    if not isinstance(draw, Draw):
-        raise PluginError(f"it must return a Draw, not {type(draw).__name__}")
-    positions, inclusion = draw.positions, draw.inclusion
-    if plugin.card.exact and len(positions) != budget:
-        raise PluginError(f"it drew {len(positions)} samples for a budget of {budget}")
-    if len(positions) and (positions.min() < 0 or positions.max() >= len(candidates)):
-        raise PluginError(f"it drew positions outside 0 to {len(candidates) - 1}")
-    taken = np.zeros(len(candidates), dtype=bool)
-    taken[positions] = True
-    if int(np.count_nonzero(taken)) != len(positions):
-        raise PluginError("it drew a sample twice")
-    if inclusion is not None and (inclusion.shape != positions.shape or not (inclusion > 0).all()):
-        raise PluginError("its inclusion probabilities must be above 0, one for each sample drawn")
-    return draw

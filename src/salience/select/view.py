@@ -163,6 +163,8 @@ class Candidates:
     """The highest estimate of the filters: share of wrong labels; NaN = not estimated yet, None = no filter looks."""
     raw_of_all: Floats
     """Weighted sum of the scores before normalisation for all samples, float32 [n]; NaN where nothing is known."""
+    calibrated: float | None = None
+    """The score under which the run itself found nothing left to learn; None = not calibrated."""
 
     @property
     def raw(self) -> Floats:
@@ -184,3 +186,5 @@ class Draw:
     temper: float | None = None
     """Exponent on the loss weights 1 / p: 1 is unbiased, less prefers what is drawn often; None: 1 if the sampler's card
     says `unbiased`, else no weights."""
+    note: str = ""
+    """What it did, for the notes of the plan."""

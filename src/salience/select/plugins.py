@@ -1,0 +1,77 @@
+"""Plug-ins as a pipeline uses them: found by name, and checked to keep their contract at every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from salience.config import Use
+from salience.errors import PluginError
+from salience.ledger import COLUMNS
+from salience.registry import Card, card_of, check_options, find
+from salience.select.view import Candidates, Draw, Floats, Verdict, View
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plugin:
+    """One plug-in of a pipeline, found and checked."""
+
+    kind: str
+    name: str
+    call: Callable[..., Any]
+    options: Mapping[str, Any]
+    weight: float
+    card: Card
+
+    @property
+    def key(self) -> str:
+        return f"{self.kind}/{self.name}"
+
+
+def found_plugin(kind: str, used: Use) -> Plugin:
+    call = find(kind, used.name)
+    check_options(kind, used.label, call, used.options)
+    return Plugin(kind=kind, name=used.label, call=call, options=used.options, weight=used.weight, card=card_of(call))
+
+
+def checked_verdict(plugin: Plugin, verdict: Any, n: int) -> Verdict:
+    if not isinstance(verdict, Verdict):
+        raise PluginError(f"it must return a Verdict, not {type(verdict).__name__}")
+    for name in ("keep", "force"):
+        mask = getattr(verdict, name)
+        if mask is not None and (mask.shape != (n,) or mask.dtype != np.bool_):
+            raise PluginError(f"Verdict.{name} has shape {mask.shape} of {mask.dtype}; it must be bool [{n}]")
+    factor = verdict.factor
+    if factor is not None and (factor.shape != (n,) or not (factor >= 0).all()):
+        raise PluginError(f"Verdict.factor has shape {factor.shape}; it must be {n} numbers of at least 0")
+    return verdict
+
+
+def checked_score(plugin: Plugin, score: Any, view: View) -> Floats:
+    score, n = np.asarray(score), view.n
+    if score.shape != (n,) or score.dtype.kind not in "fiu":
+        raise PluginError(f"it returned shape {score.shape} of {score.dtype}; a score is one number per sample, [{n}]")
+    missing = [column for column in plugin.card.needs if column in COLUMNS and COLUMNS[column].needs_logits]
+    if missing and np.isnan(score).all() and not view.unseen.all():
+        raise PluginError(f"nothing is known of {', '.join(missing)}; pass logits and targets to loss()")
+    return score.astype(np.float32, copy=False)
+
+
+def checked_draw(plugin: Plugin, draw: Any, candidates: Candidates, budget: int) -> Draw:
+    if not isinstance(draw, Draw):
+        raise PluginError(f"it must return a Draw, not {type(draw).__name__}")
+    positions, inclusion = draw.positions, draw.inclusion
+    if plugin.card.exact and len(positions) != budget:
+        raise PluginError(f"it drew {len(positions)} samples for a budget of {budget}")
+    if len(positions) and (positions.min() < 0 or positions.max() >= len(candidates)):
+        raise PluginError(f"it drew positions outside 0 to {len(candidates) - 1}")
+    taken = np.zeros(len(candidates), dtype=bool)
+    taken[positions] = True
+    if int(np.count_nonzero(taken)) != len(positions):
+        raise PluginError("it drew a sample twice")
+    if inclusion is not None and (inclusion.shape != positions.shape or not (inclusion > 0).all()):
+        raise PluginError("its inclusion probabilities must be above 0, one for each sample drawn")
+    return draw
