@@ -82,9 +82,7 @@ def test_plans_take_what_is_resident_and_cover_everything(folder, tmp_path):
     assert feed["cache"]["bound_bytes"] <= feed["cache"]["bytes_used"]
 
 
-@pytest.mark.parametrize(
-    "select", ["uniform", {"preset": "el2n", "scores": ["loss"], "mode": "static", "after": 1}, None]
-)
+@pytest.mark.parametrize("select", ["uniform", None])
 def test_every_selection_starts_a_window_with_resident_samples_and_observing_does_not(folder, select):
     source = salience.Source(folder)
     loader = salience.Loader(
