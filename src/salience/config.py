@@ -219,6 +219,8 @@ class TrainConfig:
     """Share of the images that may be broken; others stand in for them, with loss weight 0."""
     balance: bool = False
     """With several ranks: parts of every batch by measured speed."""
+    remote_scores: bool = False
+    """Have samples that are not visited scored by `salience score`, a process elsewhere that watches `out`."""
     auto: bool = False
     """Measure the run and change the number of workers if that makes it faster; training itself does not change."""
     sinks: str = ""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from salience.select.view import Reference
 from salience.signals import Attached
 from salience.signals.ghost import Extent
 from salience.signals.proxy import Proxy
+from salience.signals.remote import RemoteScorer
 from salience.signals.scorer import SCORE_ROWS, Found, Ids, Scorer, stalest
 from salience.watch import Stopwatch
 
@@ -46,7 +49,7 @@ class Sensing(Part):
         """The reference as the user gave it."""
         self.attached: Attached | None = None
         self.proxy: Proxy | None = None
-        self.scorer: Scorer | None = None
+        self.scorer: Scorer | RemoteScorer | None = None
         self._scores_come = False
         """True while the ranks exchange what their scorers found, which goes on where one of them was lost."""
         self._ratio: Tensor | None = None
@@ -64,7 +67,7 @@ class Sensing(Part):
         takes_features: bool,
         proxy: nn.Module | None,
         proxy_optimizer: torch.optim.Optimizer | None,
-        background: torch.device | str | bool,
+        background: torch.device | str | bool | Path,
         make_scorer: MakeScorer | None,
     ) -> None:
         """Put hooks on the model; see `Loader.attach`."""
@@ -73,7 +76,8 @@ class Sensing(Part):
             raise ConfigError(f"attach: proxy= works in one process, and this run has {world} ranks; leave it out.")
         if proxy is None and proxy_optimizer is not None:
             raise ConfigError("attach: proxy_optimizer= came without proxy=, the model it trains.")
-        if background is not False and make_scorer is None:
+        remote = isinstance(background, Path)
+        if background is not False and make_scorer is None and not remote:
             raise ConfigError("attach: background= needs the data set, which only salience.Loader has; leave it out.")
         self.detach()
         self.attached = Attached(model, grad_norm=grad_norm, every=every, features=takes_features)
@@ -81,10 +85,14 @@ class Sensing(Part):
         if proxy is not None:
             self.proxy = Proxy(model, proxy, proxy_optimizer, self._setup.n)
             self._resume_proxy(self._waiting)
-        if background is not False and make_scorer is not None:
+        if background is not False:
             self._scores_come = True
             try:
-                self.scorer = make_scorer(model, "cpu" if background is True else background)
+                if isinstance(background, Path):
+                    first = self._setup.rank == 0  # it alone asks the scorer elsewhere, about all samples
+                    self.scorer = RemoteScorer(model, background, n=self._setup.n) if first else None
+                elif make_scorer is not None:
+                    self.scorer = make_scorer(model, "cpu" if background is True else background)
             except ConfigError:
                 raise
             except Exception as cause:
@@ -275,7 +283,9 @@ class Sensing(Part):
             with self._watch("scorer"):
                 rng = generator(self._setup.seed, TIES, window)
                 stale = stalest(picked, self._recorder.ledger.last_seen, rng)
-                self.scorer.ask(stale[self._setup.rank :: self._setup.world], window=window)
+                if isinstance(self.scorer, Scorer):  # each rank has its own
+                    stale = stale[self._setup.rank :: self._setup.world]
+                self.scorer.ask(stale, window=window)
         except PluginError as cause:
             self._drop_scorer(f"was lost: {cause}", cause)
 
@@ -283,7 +293,8 @@ class Sensing(Part):
         """Stop the background scorer."""
         scorer, self.scorer = self.scorer, None
         if scorer is not None:
-            scorer.close()
+            with contextlib.suppress(PluginError):  # where the folder is gone, nobody listens
+                scorer.close()
 
     def _drop_scorer(self, why: str, cause: Exception) -> None:
         self.end_scorer()
