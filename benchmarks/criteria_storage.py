@@ -92,18 +92,23 @@ def link(quick: bool, seed: int) -> dict[str, Any]:
         before = store.counts().bytes
         _, _, far_seconds = asked_through(f"{store.url}/packed", ids, "cnn")
         images = store.counts().bytes - before
-        for name, key in (("cnn", ""), ("resnet9", "_resnet9")):
-            weights, scores, seconds = asked_through(str(packed), ids, name)
-            found[f"storage_side_bytes_ratio{key}"] = round(images / (weights + scores), 2)
-            found[f"break_even_samples{key}"] = round(weights / windows / (images - scores) * n // 8 * windows)
-            if not key:
-                sent = (weights + scores) / RATE
-                found |= {
-                    "trainer_side_seconds": round(far_seconds, 1),
-                    "storage_side_seconds": round(seconds + sent, 1),
-                }
+        weights, scores, seconds = asked_through(str(packed), ids, "cnn")
     shutil.rmtree(root)
-    return found
+    sent = {"": weights, "_resnet9": windows * weights_of("resnet9")}  # its scores are as many bytes
+    for key, crossing in sent.items():
+        found[f"storage_side_bytes_ratio{key}"] = round(images / (crossing + scores), 2)
+        found[f"break_even_samples{key}"] = round(crossing / ((images - scores) / sum(map(len, ids))) / windows)
+    link = (weights + scores) / RATE
+    return found | {"trainer_side_seconds": round(far_seconds, 1), "storage_side_seconds": round(seconds + link, 1)}
+
+
+def weights_of(name: str) -> int:
+    """Bytes of a question about one sample."""
+    place = Path(tempfile.mkdtemp(prefix="salience-criteria-"))
+    RemoteScorer(models.build(name, 10, size=SIZE), place, n=1).ask(np.zeros(1, dtype=np.int64), window=0)
+    size = (place / QUESTION).stat().st_size
+    shutil.rmtree(place)
+    return size
 
 
 def accuracy(select: str, *, fresh: bool, n: int, epochs: int, seed: int) -> float:
