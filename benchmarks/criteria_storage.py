@@ -5,6 +5,9 @@ scores over the link; `salience score` beside the store reads them there, and th
 sample. The same samples and windows for both; `storage_side_bytes_ratio` = bytes of the first over the second, for a small
 network and for a ResNet-9, whose weights are larger than what they save here. Break-even: samples per window.
 
+A Source reads neighbouring samples with the gaps between them, so the first is more than the samples' own bytes: `_bare` is the
+ratio for those alone, and break-even goes by them.
+
 Accuracy: the same selection with and without fresh scores for the quarter of the unpicked samples that has waited longest,
 paired by seed, all of them in time (the best a background scorer can do).
 
@@ -37,7 +40,7 @@ from salience.signals.remote import QUESTION, RemoteScorer, answer
 from salience.signals.scorer import stalest
 from store_server import running
 
-RATE, SIZE = 2e6, 64
+RATE, SIZE = 2e6, 128
 
 
 def folder_of_images(root: Path, n: int, seed: int) -> None:
@@ -92,12 +95,15 @@ def link(quick: bool, seed: int) -> dict[str, Any]:
         before = store.counts().bytes
         _, _, far_seconds = asked_through(f"{store.url}/packed", ids, "cnn")
         images = store.counts().bytes - before
+        sizes = salience.Source(str(packed)).sizes
+        bare = int(sum(sizes[some].sum() for some in ids))
         weights, scores, seconds = asked_through(str(packed), ids, "cnn")
     shutil.rmtree(root)
     sent = {"": weights, "_resnet9": windows * weights_of("resnet9")}  # its scores are as many bytes
     for key, crossing in sent.items():
         found[f"storage_side_bytes_ratio{key}"] = round(images / (crossing + scores), 2)
-        found[f"break_even_samples{key}"] = round(crossing / ((images - scores) / sum(map(len, ids))) / windows)
+        found[f"storage_side_bytes_ratio_bare{key}"] = round(bare / (crossing + scores), 2)
+        found[f"break_even_samples{key}"] = round(crossing / windows / ((bare - scores) / sum(map(len, ids))))
     link = (weights + scores) / RATE
     return found | {"trainer_side_seconds": round(far_seconds, 1), "storage_side_seconds": round(seconds + link, 1)}
 
@@ -147,8 +153,9 @@ def accuracy(select: str, *, fresh: bool, n: int, epochs: int, seed: int) -> flo
 
 def measure(*, quick: bool, seed: int = 0) -> dict[str, Any]:
     found = link(quick, seed)
-    n, epochs, seeds = (1500, 10, 2) if quick else (4000, 15, 5)
-    for select in ("default", "el2n"):
+    print(f"  link: {found}", flush=True)
+    n, epochs, seeds = (1000, 8, 3) if quick else (4000, 15, 5)
+    for select in ("default",) if quick else ("default", "el2n"):
         pairs = [
             [accuracy(select, fresh=fresh, n=n, epochs=epochs, seed=seed + k) for fresh in (False, True)]
             for k in range(seeds)
