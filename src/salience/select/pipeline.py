@@ -18,7 +18,7 @@ from salience.seeds import PLAN, generator
 from salience.select.batching import Batching, filled, members, trimmed
 from salience.select.drawing import choose_outside
 from salience.select.fetching import Exchange, Rng, Stock, exchange, exchange_note, refresh_set, resident_first
-from salience.select.plugins import Plugin, checked_draw, checked_score, checked_verdict, found_plugin
+from salience.select.plugins import Plugin, checked_draw, checked_score, checked_verdict, plugin_of
 from salience.select.ranks import rank_normalise
 from salience.select.view import NO_REFERENCE, Bools, Candidates, Clock, Draw, Floats, Ids, Reference, View
 from salience.select.weights import loss_weights, scaled_weights
@@ -51,10 +51,10 @@ class Pipeline:
         self.config = config
         self.reference = reference
         """What another model thinks of the samples; it may come later, but before the first plan."""
-        self.filters = [found_plugin("filters", u) for u in config.filters]
-        self.scores = [found_plugin("scores", u) for u in config.scores]
-        self.sampler = found_plugin("samplers", config.sampler)
-        self.curve = found_plugin("curves", config.keep)
+        self.filters = [plugin_of("filters", u) for u in config.filters]
+        self.scores = [plugin_of("scores", u) for u in config.scores]
+        self.sampler = plugin_of("samplers", config.sampler)
+        self.curve = plugin_of("curves", config.keep)
         self.off: set[str] = set()
         """Plug-ins that failed, by "kind/name"; they are not called again."""
         self.calibrated: float | None = None

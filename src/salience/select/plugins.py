@@ -1,4 +1,4 @@
-"""Plug-ins as a pipeline uses them: found by name, and checked to keep their contract at every call."""
+"""One plug-in of a pipeline: found by name, and what it returns checked."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ class Plugin:
         return f"{self.kind}/{self.name}"
 
 
-def found_plugin(kind: str, used: Use) -> Plugin:
+def plugin_of(kind: str, used: Use) -> Plugin:
+    """The plug-in that a config names; ConfigError if there is none, or it has no such options."""
     call = find(kind, used.name)
     check_options(kind, used.label, call, used.options)
     return Plugin(kind=kind, name=used.label, call=call, options=used.options, weight=used.weight, card=card_of(call))
 
 
 def checked_verdict(plugin: Plugin, verdict: Any, n: int) -> Verdict:
+    """What a filter returned, or PluginError."""
     if not isinstance(verdict, Verdict):
         raise PluginError(f"it must return a Verdict, not {type(verdict).__name__}")
     for name in ("keep", "force"):
@@ -51,6 +53,7 @@ def checked_verdict(plugin: Plugin, verdict: Any, n: int) -> Verdict:
 
 
 def checked_score(plugin: Plugin, score: Any, view: View) -> Floats:
+    """What a score returned, float32 [n], or PluginError."""
     score, n = np.asarray(score), view.n
     if score.shape != (n,) or score.dtype.kind not in "fiu":
         raise PluginError(f"it returned shape {score.shape} of {score.dtype}; a score is one number per sample, [{n}]")
@@ -61,6 +64,7 @@ def checked_score(plugin: Plugin, score: Any, view: View) -> Floats:
 
 
 def checked_draw(plugin: Plugin, draw: Any, candidates: Candidates, budget: int) -> Draw:
+    """What a sampler returned, or PluginError."""
     if not isinstance(draw, Draw):
         raise PluginError(f"it must return a Draw, not {type(draw).__name__}")
     positions, inclusion = draw.positions, draw.inclusion
