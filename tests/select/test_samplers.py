@@ -89,10 +89,11 @@ def test_ratio_keeps_the_most_important_and_explores_the_rest():
     assert len(seen) == N
 
 
-def six(raw: list[float], **more: object) -> Candidates:
+def six(raw: list[float], learnt_loss: float | None = None) -> Candidates:
+    clock = Clock(window=3, windows=10, keep=0.3, learnt_loss=learnt_loss)
     return Candidates(
-        view=View(Ledger(6), Clock(window=3, windows=10, keep=0.3)), ids=np.arange(6),
-        importance=np.linspace(0, 1, 6, dtype=np.float32), raw_of_all=np.array(raw, dtype=np.float32), **more,
+        view=View(Ledger(6), clock), ids=np.arange(6), importance=np.linspace(0, 1, 6, dtype=np.float32),
+        raw_of_all=np.array(raw, dtype=np.float32),
     )  # fmt: skip
 
 
@@ -126,7 +127,7 @@ def test_threshold_that_nothing_is_over_draws_a_tenth_of_the_budget_at_random():
 def test_a_calibrated_threshold_leaves_out_nothing_until_it_is_calibrated():
     raw, rng = [0.2, 0.9, 0.5, 0.1, 0.51, 3.0], np.random.default_rng(0)
     assert drawn(threshold(six(raw), 2, rng, above="auto")) == list(range(6))
-    assert drawn(threshold(six(raw, calibrated=0.6), 2, rng, above="auto")) == [1, 5]
+    assert drawn(threshold(six(raw, learnt_loss=0.6), 2, rng, above="auto")) == [1, 5]
     for wrong in ("mean", float("nan"), True):
         with pytest.raises(ConfigError, match="must be a finite number or 'auto'"):
             threshold(six(raw), 2, rng, above=wrong)

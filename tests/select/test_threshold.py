@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import salience
 from salience.ledger import Ledger
 from salience.plan import Plan
 from salience.run import resolve
@@ -76,11 +75,12 @@ def test_samples_whose_losses_are_not_finite_stay_in():
     assert len(set(over(losses).ids) & set(range(25))) >= BATCH
 
 
-def test_a_value_that_the_run_calibrates_is_kept_by_its_state():
-    select = {**OVER, "sampler": {"name": "threshold", "above": "auto"}}
-    selector = salience.Selector(N, batch_size=BATCH, epochs=4, select=select)
-    planning = selector._run.planning
-    planning.pipeline.calibrated = 0.25
-    other = salience.Selector(N, batch_size=BATCH, epochs=4, select=select)
-    other.load_state_dict(selector.state_dict())
-    assert other._run.planning.pipeline.calibrated == 0.25
+def test_a_calibrated_value_comes_with_the_plan():
+    ledger = Ledger(N)
+    ledger.record(np.arange(N), {"loss": HALF.astype(np.float32)}, window=4)
+    pipeline = Pipeline(resolve({**OVER, "sampler": {"name": "threshold", "above": "auto"}}), strict=True)
+    known, unknown = (
+        pipeline.plan(ledger, window=5, windows=10, batch_size=BATCH, seed=0, learnt_loss=loss) for loss in (0.5, None)
+    )
+    assert set(known.ids) == EVEN
+    assert len(unknown) == N

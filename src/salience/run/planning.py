@@ -87,6 +87,7 @@ class Planning(Part):
         copies: Copies | None = None,
         stock: Stock | None = None,
         worker_seed: bool = True,
+        learnt_loss: float | None = None,
     ) -> Plan:
         """The plan of `window`, the same on every rank."""
         setup = self._setup
@@ -100,7 +101,7 @@ class Planning(Part):
             plan = self.pipeline.plan(
                 merge(opinions) if opinions else ledger, window=epoch, windows=setup.epochs, piece=piece, pieces=setup.pieces,
                 batch_size=setup.global_batch, world=setup.world, seed=setup.seed, drop_last=setup.drop_last,
-                steered=self._share, copies=copies, stock=stock, opinions=opinions,
+                steered=self._share, copies=copies, stock=stock, opinions=opinions, learnt_loss=learnt_loss,
             )  # fmt: skip
             self._check_known(ledger, plan)
             if self.fixed is not None:
@@ -401,7 +402,6 @@ class Planning(Part):
             "steering": None if self._steering is None else self._steering.state_dict(),
             "switched_off": sorted(self.pipeline.off) if self.pipeline else [],
             "left_out": self._left_out,
-            "calibrated": None if self.pipeline is None else self.pipeline.calibrated,
             "subset": None if self.fixed is None else self.fixed.state_dict(),
         }
 
@@ -411,7 +411,6 @@ class Planning(Part):
         self._shuffled = self.order.load_state_dict(state["shuffle"], in_window=inside)
         if self.pipeline is not None:
             self.pipeline.off = set(state["switched_off"])
-            self.pipeline.calibrated = state.get("calibrated")
         if self._steering is not None:
             self._steering.load_state_dict(state["steering"])
         self._left_out = float(state["left_out"])

@@ -38,7 +38,7 @@ class Sifted:
 
 
 class Pipeline:
-    """A SelectConfig with its plug-ins found. Its only state is what failed, what was said and what was calibrated."""
+    """A SelectConfig with its plug-ins found. Its only state is which plug-ins failed and what was said."""
 
     def __init__(
         self,
@@ -57,8 +57,6 @@ class Pipeline:
         self.curve = plugin_of("curves", config.keep)
         self.off: set[str] = set()
         """Plug-ins that failed, by "kind/name"; they are not called again."""
-        self.calibrated: float | None = None
-        """The score under which the run found nothing left to learn, the same on every rank; None = not calibrated."""
         self._said_biased = False
         self._strict = strict
         self._warn: Warn = warn or (lambda text: None)
@@ -109,13 +107,15 @@ class Pipeline:
         stock: Stock | None = None,
         judged: Any = None,
         opinions: Sequence[Ledger] = (),
+        learnt_loss: float | None = None,
     ) -> Plan:
-        """A pure function of its arguments (and of config, reference, what was calibrated and which plug-ins are off).
+        """A pure function of its arguments (and of config, reference and which plug-ins are off).
 
         `batch_size` is that of a full window over all `world` ranks. Where an epoch is planned in `pieces`, `window` and
         `windows` count epochs, and this plan is over the members of one piece.
         `copies` are the near-copies known, `stock` says where the bytes of the samples are, and `judged` is the judgement of
         the labels if it was already made for this ledger. Scores are means over the `opinions`, where there are any.
+        `learnt_loss` is what a probe of gradients found.
         """
         for plugin in self.plugins:
             if "reference" in plugin.card.needs and self.reference is None:
@@ -123,7 +123,7 @@ class Pipeline:
         keep = self.keep(Clock(window=window, windows=windows, steered=steered))
         among = members(ledger.n, window, piece, pieces)
         window, windows = window * pieces + piece, windows * pieces
-        clock = Clock(window=window, windows=windows, steered=steered, keep=keep)
+        clock = Clock(window=window, windows=windows, steered=steered, keep=keep, learnt_loss=learnt_loss)
         view = View(ledger, clock, self.reference, copies, judged, seed)
         rng = generator(seed, PLAN, window)
         sifted = self._filter(view) if pieces == 1 else _within(self._filter(view), among, ledger.n)
@@ -317,7 +317,6 @@ class Pipeline:
                 importance=importance if whole else importance[ids],
                 raw_of_all=raw,
                 noise=sifted.noise,
-                calibrated=self.calibrated,
             )
             draw, temper = self._sample(candidates, budget, rng)
             inclusion = draw.inclusion

@@ -45,11 +45,12 @@ def threshold(candidates: Candidates, budget: int, rng: Rng, *, above: float | s
     """All samples whose score, not its rank, is over `above`: a threshold on the value, which sets its own budget.
 
     Samples never seen are over it. Where fewer than a tenth of the curve's budget are, others drawn at random make up that
-    tenth. "auto" is the value calibrated by the run itself; until there is one, all samples are visited.
+    tenth. "auto" is for scores that are losses: the loss under which the run's own probe found the gradient near zero; until
+    there is one, all samples are visited.
     """
     if above != "auto" and (isinstance(above, (str, bool)) or not np.isfinite(above)):
         raise ConfigError(f"threshold: above is {above!r}; it must be a finite number or 'auto'.")
-    value = candidates.calibrated if above == "auto" else float(above)
+    value = candidates.view.clock.learnt_loss if above == "auto" else float(above)
     if value is None:
         return Draw(positions=np.arange(len(candidates)), note="not calibrated yet: all of them")
     over = ~(candidates.raw <= value)

@@ -32,6 +32,8 @@ class Clock:
     """Share of the samples the life-cycle curve grants this window."""
     steered: float | None = None
     """Share that `keep = "auto"` was steered to; None where nothing steers."""
+    learnt_loss: float | None = None
+    """Loss under which nine tenths of a sample's gradient are near zero, by the run's probe; None where none was made."""
 
     @property
     def time(self) -> float:
@@ -163,8 +165,6 @@ class Candidates:
     """The highest estimate of the filters: share of wrong labels; NaN = not estimated yet, None = no filter looks."""
     raw_of_all: Floats
     """Weighted sum of the scores before normalisation for all samples, float32 [n]; NaN where nothing is known."""
-    calibrated: float | None = None
-    """The score under which the run itself found nothing left to learn; None = not calibrated."""
 
     @property
     def raw(self) -> Floats:
