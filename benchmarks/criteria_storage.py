@@ -154,7 +154,7 @@ def accuracy(select: str, *, fresh: bool, n: int, epochs: int, seed: int) -> flo
 def measure(*, quick: bool, seed: int = 0) -> dict[str, Any]:
     found = link(quick, seed)
     print(f"  link: {found}", flush=True)
-    n, epochs, seeds = (1000, 8, 3) if quick else (4000, 15, 5)
+    n, epochs, seeds = (2500, 15, 2) if quick else (4000, 15, 5)
     for select in ("default",) if quick else ("default", "el2n"):
         pairs = [
             [accuracy(select, fresh=fresh, n=n, epochs=epochs, seed=seed + k) for fresh in (False, True)]
