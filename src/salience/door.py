@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -16,90 +15,17 @@ from salience.files import write_text
 from salience.ledger import Ledger
 from salience.ledger.compiled import register, weighted_sum
 from salience.ledger.copies import Copies
-from salience.plan import Plan, Trace
-from salience.ranks import current_ranks
+from salience.plan import Plan
 from salience.report.live import SampleNames, framed, live_page
-from salience.report.sinks import Sink
 from salience.report.words import Names
 from salience.run import Run
-from salience.run.balancing import Balancing
-from salience.run.copying import Copying
 from salience.run.iterating import BatchIterator, BatchSource, Iterators
 from salience.run.labels import Targets
-from salience.run.order import PlainOrder
-from salience.run.part import Setup, Voice, parse_count
 from salience.run.planned import check_epoch
-from salience.run.planning import Planning
-from salience.run.recording import Recording
-from salience.run.selection import Select
-from salience.run.sensing import MakeScorer, Sensing
-from salience.run.watching import Watching, open_sinks
-from salience.select.presets import PRESETS
-from salience.select.reference import Opinion, reference_of
-from salience.select.steering import Paths
+from salience.run.sensing import MakeScorer
 from salience.signals.ghost import Extent
 from salience.watch import Steps, Stopwatch
 from salience.watch.probe import Probe
-
-
-class Parts:
-    """The parts that every run has, made from what a user passes."""
-
-    def __init__(
-        self,
-        n: int,
-        *,
-        batch_size: int,
-        epochs: int | None,
-        select: Select,
-        seed: int,
-        drop_last: bool,
-        window: int | str | None,
-        generator: torch.Generator | str | None,
-        shuffle: bool = True,
-        even: bool = False,
-        ledger: Ledger | str | Path | None,
-        reference: Opinion | Sequence[Opinion] | None,
-        baseline: Paths | None,
-        embeddings: npt.ArrayLike | None,
-        trace: str | Path | None,
-        log: EventLog | str | Path | None,
-        sinks: Sequence[str | Sink],
-        strict: bool,
-        balance: bool = False,
-        costs: npt.ArrayLike | None = None,
-    ) -> None:
-        self.setup = Setup(
-            n=n, batch_size=batch_size, epochs=epochs, seed=seed, drop_last=drop_last, ranks=current_ranks(),
-            window=None if window is None else parse_count(window),
-        )  # fmt: skip
-        events = log if isinstance(log, EventLog) else EventLog(log if self.setup.rank == 0 else None)
-        self.voice = Voice(events, strict=strict)
-        open_sinks(self.setup, self.voice, sinks)
-        self.watching = Watching()
-        self.planning = Planning(
-            self.setup, select, self.voice, baseline=baseline, even=even,
-            order=PlainOrder(n, generator, seed=seed, shuffle=shuffle), trace=None if trace is None else Trace(trace),
-        )  # fmt: skip
-        self.recording = Recording(self.setup, self.voice, ledger)
-        self.copying = Copying(self.setup, self.voice, self.planning.pipeline, embeddings)
-        given = None if reference is None else reference_of(reference, n)
-        if given is not None and self.planning.config == PRESETS["fine_pruning"]:
-            self.voice.warn(
-                "'fine_pruning' is now the published rule and asks no reference; the rule of that name before is "
-                "'coarse_to_fine'."
-            )
-        self.balancing = None
-        if balance or costs is not None:
-            self.balancing = Balancing(self.setup, self.voice, self.watching.steps, costs, by_speed=balance)
-        self.sensing = Sensing(self.setup, self.voice, self.recording.recorder, self.watching.watch, given)
-
-    def run(self, **more: Any) -> Run:
-        """The run they make up, with `more` parts."""
-        return Run(
-            self.setup, self.voice, recording=self.recording, planning=self.planning, copying=self.copying,
-            sensing=self.sensing, watching=self.watching, balancing=self.balancing, **more,
-        )  # fmt: skip
 
 
 class Door:

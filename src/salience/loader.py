@@ -18,7 +18,7 @@ from typing_extensions import TypeVar
 from salience.batches import EnvelopeCollate
 from salience.config import SelectConfig
 from salience.decide import Auto
-from salience.door import Door, Parts
+from salience.door import Door
 from salience.errors import ConfigError, DataError, StateError, did_you_mean
 from salience.events import EventLog
 from salience.feed.dataset import SourceDataset
@@ -32,6 +32,7 @@ from salience.run.feeding import Feeding
 from salience.run.iterating import BatchIterator
 from salience.run.moving import Moving
 from salience.run.part import Setup
+from salience.run.parts import Parts
 from salience.run.planned import PlannedBatches, PlannedSampler
 from salience.run.selection import Select
 from salience.run.staging import Staging

@@ -170,7 +170,7 @@ class Shard:
 
     def span(self, number: int) -> slice:
         """Where batch `number` stands in the plan's arrays."""
-        return slice(int(self.cuts[self.rank, number]), int(self.cuts[self.rank + 1, number]))
+        return slice(self.cuts.item(self.rank, number), self.cuts.item(self.rank + 1, number))
 
     def sizes(self, number: int) -> npt.NDArray[np.int64]:
         """Visits of batch `number` on each rank."""

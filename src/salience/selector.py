@@ -10,12 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from salience.door import Door, Parts
+from salience.door import Door
 from salience.events import EventLog
 from salience.ledger import Ledger
 from salience.plan import Shard
 from salience.report.sinks import Sink
 from salience.run.part import Batch
+from salience.run.parts import Parts
 from salience.run.selection import Select
 from salience.select.reference import Opinion
 from salience.select.steering import Paths

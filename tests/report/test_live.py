@@ -91,8 +91,9 @@ def test_a_notebook_shows_the_page_in_a_frame_of_its_own(problem, monkeypatch):
     assert loader._repr_html_() is None
 
 
-def test_windows_tell_their_loss_learning_rate_and_how_busy_the_machine_was(problem, tmp_path):
+def test_windows_tell_their_loss_learning_rate_and_how_busy_the_machine_was(problem, tmp_path, monkeypatch):
     require(importlib.util.find_spec("psutil") is not None, "psutil")
+    monkeypatch.setattr("salience.watch.usage.SECONDS_BETWEEN_SAMPLES", 0.0)  # these windows are short
     loader = trained(problem, log=tmp_path / "run.jsonl")
     ends = [event.data for event in loader.events.recent if isinstance(event.data, WindowClosed)]
     assert [end.lr for end in ends] == pytest.approx([1 / 3, 1 / 6, 0])
@@ -114,8 +115,14 @@ def test_samples_of_a_long_window_are_thinned_and_cover_all_of_it():
     taken = record.taken()
     assert MAX_SAMPLES_PER_WINDOW // 2 <= len(taken) <= MAX_SAMPLES_PER_WINDOW
     assert taken[0].seconds < taken[-1].seconds
+
+
+def test_a_window_that_ends_soon_after_the_last_look_at_the_machine_takes_none_of_its_own():
+    require(importlib.util.find_spec("psutil") is not None, "psutil")
+    record = UsageRecord()
+    assert len(record.taken()) == 1, "the first window, however short"
     record.begin()
-    assert len(record.taken()) == 1
+    assert record.taken() == ()
 
 
 def test_a_machine_that_cannot_be_measured_stops_nothing(monkeypatch):

@@ -41,7 +41,7 @@ def crop_flip(
 
 
 def normalise(x: Tensor, mean: float | Sequence[float], std: float | Sequence[float]) -> Tensor:
-    """uint8 [B, C, H, W] to float32: (x / 255 - mean) / std, with one mean and std, or one a channel."""
+    """uint8 [B, C, H, W] to float32: (x / 255 - mean) / std, with one mean and std, or one per channel."""
     if x.dtype != torch.uint8 or x.ndim != 4:
         raise ConfigError(f"normalise takes uint8 [B, C, H, W], not {x.dtype} of shape {tuple(x.shape)}")
     by_channel = [

@@ -35,7 +35,7 @@ LEDGER, LOG, NAMES, COPIES, LOCK = "ledger.npz", "run.jsonl", "names.npz", "copi
 SCORER = "scorer"
 FORMAT, NAMES_FORMAT = "salience-checkpoint-1", "salience-names-1"
 FIXED_SETTINGS = ("model", "epochs", "batch_size", "lr", "weight_decay", "size", "seed")
-"""Settings a run cannot change on the way; the loader takes care of `select`."""
+"""Settings that cannot change during a run; the loader takes care of `select`."""
 
 
 def exists(folder: Path) -> bool:
@@ -45,7 +45,7 @@ def exists(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def claimed(folder: Path) -> Generator[None]:
-    """Make the folder, and keep it to this process meanwhile; StateError where another one writes there.
+    """Make the folder and lock it for this process; StateError if another one writes there.
 
     The lock ends with the process, however that ends; loader workers do not inherit it.
     """
@@ -95,7 +95,7 @@ def write(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def _disk_error(error: BaseException | None) -> str:
-    """What the system said; torch.save covers it with an error from its own clean-up."""
+    """The system's error, which torch.save hides behind one from its own clean-up."""
     while error is not None:
         if isinstance(error, OSError) and error.strerror:
             return error.strerror
@@ -142,7 +142,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def check_fits(saved: Mapping[str, Any], config: TrainConfig, classes: Sequence[str], names: int) -> None:
-    """Raise StateError when the checkpoint is of other data or settings."""
+    """Raise StateError if the checkpoint belongs to other data or settings."""
     if saved["classes"] != list(classes):
         raise StateError(
             f"The checkpoint in {config.out!r} is of other data: classes {_few(saved['classes'])} there, "

@@ -1,4 +1,4 @@
-"""The two halves a classifier needs, from whatever a Source reads: images to train on and images to test on."""
+"""The two sets a classifier needs, from whatever a Source reads: images to train on and images to test on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from salience.feed.index import TEST_SPLITS, Names, classes_of, folders_of
 from salience.feed.tars import IMAGE_SUFFIXES
 
 HELD_OUT = 10
-"""Where there is no test split, one in so many images of each class is held out."""
+"""Without a test split, one in this many images of each class is held out."""
 LARGEST_GUESS = 224
 """Pixels: a size that nobody asked for stays at what image models usually take."""
 

@@ -37,7 +37,7 @@ class DemoArm:
     loader: Loader
     model: nn.Module
     budget: Callable[[], int]
-    """Visits it may make, as far as that is known now."""
+    """Visits it may make, as far as is known now."""
     accuracy: float = 0.0
     visits: int = 0
     seconds: float = 0.0
@@ -87,14 +87,14 @@ def make_arms(train: Glyphs, epochs: int, seed: int) -> list[DemoArm]:
 
 
 def _model(train: Glyphs, seed: int) -> nn.Module:
-    """The same first parameters for every arm, without touching the global generator's state for the caller."""
+    """The same initial parameters for every arm; the caller's global generator is left as it was."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return build("cnn", int(train.labels.max()) + 1, channels=1, size=train.images.shape[1])
 
 
 def take_turns(arms: list[DemoArm], test: Glyphs, shown: Bars) -> None:
-    """Give an epoch to the arm that has come least far, until all are done."""
+    """Train an epoch of the arm that is furthest behind, until all are done."""
     turns = {arm.name: train_arm(arm, test) for arm in arms}
     while waiting := [arm for arm in arms if arm.name in turns]:
         # On a tie the last arm, salience, goes first: the shorter run spends what salience is known to spend.

@@ -117,7 +117,7 @@ def render(
 def _check(
     n: int, classes: int, size: int, copies: float, wrong: float, hard: float, seed: int
 ) -> tuple[int, int, int]:
-    """Numbers of hard, copied and wrong images, once the arguments are known to make sense."""
+    """Numbers of hard, copied and wrong images; the arguments are checked first."""
     if n < 0:
         raise ConfigError(f"{n=} images asked for; n is 0 or more")
     if not 2 <= classes <= len(SYMBOLS):

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -125,7 +127,7 @@ def _find(name: str) -> Callable[..., object]:
 
 
 def _arguments(name: str, factory: Callable[..., object], **known: int) -> dict[str, int]:
-    """Those of `known` the factory takes by keyword; an error for any other argument it cannot do without."""
+    """The arguments in `known` that the factory takes by keyword; an error if it requires any other."""
     parameters = inspect.signature(factory).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return known
@@ -192,3 +194,28 @@ class _Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Any = self.shortcut(x) + self.body(x)
         return cast(Tensor, out)
+
+
+def seeded(name: str, classes: int, *, size: int, seed: int) -> nn.Module:
+    """The model, with parameters that depend on the seed alone; the global generator is left as it was."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # pkg.module:factory may lie right here
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return build(name, classes, size=size)
+
+
+def decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups: weight decay on matrices and kernels, none on biases and norms."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+def check_name(name: str, *, size: int) -> None:
+    """Raise now if the name of a built-in is misspelt; on the meta device a model costs nothing."""
+    if ":" not in name:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            build(name, 2, size=size)

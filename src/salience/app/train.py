@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, redirect_stdout
@@ -68,7 +67,7 @@ def train(config: TrainConfig, saved: Mapping[str, Any] | None = None) -> Tally:
     resolve(config.select or None)  # a wrong name is said now, not after a million files were listed
     Treat.of(config.treat or None)
     parse_bytes(config.cache or "0")
-    _check_model(config)
+    models.check_name(config.model, size=config.size or 32)
     with joined_ranks(device) as ranks, first_rank_writes(folder, ranks):
         if ranks is not None and ranks.rank > 0:
             ranks.barrier()  # rank 0 unpacks what there is to unpack
@@ -104,11 +103,11 @@ class Tally:
 
     visits: int = 0
     seconds: float = 0.0
-    """From the first batch on, evaluation included."""
+    """Seconds since the first batch, evaluation included."""
     overhead: float = 0.0
-    """Seconds of them that salience took for itself."""
+    """How many of these seconds salience took for itself."""
     accuracies: list[float] = field(default_factory=list[float])
-    """On the test images, after each epoch."""
+    """Accuracy on the test images after each epoch."""
 
 
 class Training:
@@ -137,12 +136,12 @@ class Training:
         self.tally = Tally(**saved["tally"]) if saved else Tally()
         self.pixels = saved["pixels"] if saved else pixel_statistics(data)
         self.shift, self.scale = (torch.tensor(v, device=device).reshape(1, -1, 1, 1) * 255 for v in self.pixels)
-        self.model = build_model(config, len(data.classes), data.size).to(device)
+        self.model = models.seeded(config.model, len(data.classes), size=data.size, seed=config.seed).to(device)
         if device.type == "cuda":
             self.model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         self.trained: nn.Module = self.model if ranks is None else DistributedDataParallel(self.model)
         self.optimizer = torch.optim.SGD(
-            decayed(self.model, config.weight_decay), lr=rate, momentum=MOMENTUM, nesterov=True
+            models.decayed(self.model, config.weight_decay), lr=rate, momentum=MOMENTUM, nesterov=True
         )
         self.loader = self._make_loader(fresh=saved is None)
         elsewhere = self.folder / checkpoint.SCORER if config.remote_scores else False
@@ -215,7 +214,7 @@ class Training:
                 )
 
     def _epoch(self, epoch: int, begin: float, shown: Bars) -> tuple[float, float, float]:
-        """One window of the loader. Returns mean loss, accuracy and samples per second of what was trained here."""
+        """One window of the loader. Returns the mean loss, accuracy and samples per second of what this process trained."""
         self.model.train()
         losses, right = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         count, said, start = 0, 0.0, time.perf_counter()
@@ -359,7 +358,7 @@ class Training:
 
 
 def find_device(name: str) -> torch.device:
-    """The device of that name, known to be there; for "" the best there is."""
+    """The device of that name, which must exist; "" chooses the best one available."""
     if not name:
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
@@ -370,33 +369,8 @@ def find_device(name: str) -> torch.device:
         ) from cause
 
 
-def build_model(config: TrainConfig, classes: int, size: int) -> nn.Module:
-    """The model, with parameters that depend on the seed alone; the global generator is left as it was."""
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # pkg.module:factory may lie right here
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(config.seed)
-        return models.build(config.model, classes, size=size)
-
-
-def decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups: weight decay on matrices and kernels, none on biases and norms."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-
-
-def _check_model(config: TrainConfig) -> None:
-    """Say now that a built-in is misspelt; on the meta device a model costs nothing."""
-    if ":" not in config.model:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            models.build(config.model, 2, size=config.size or 32)
-
-
 def _differ(known: npt.NDArray[Any], labels: npt.NDArray[np.int64]) -> bool:
-    """True if some class that a ledger knows is another one."""
+    """True if a class that the ledger knows differs from the label."""
     return bool(((known >= 0) & (known != labels)).any())
 
 

@@ -13,7 +13,7 @@ from salience.errors import DataError
 from salience.files import atomic
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
+"""Called with (bytes done, bytes in total)."""
 GZIP_MAGIC = b"\x1f\x8b"
 
 

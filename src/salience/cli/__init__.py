@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(given: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """A command line, and what of it no command takes; what follows -- is for a script, as `arguments`."""
+    """A parsed command line and the arguments that no command takes; those after -- belong to a script, as `arguments`."""
     own = given[: given.index("--")] if "--" in given else given
     args, unknown = parser().parse_known_args(scores.with_action(own))
     args.arguments = given[len(own) + 1 :]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
-    """A run's story, and what its pictures are found by."""
+    """A run's story, and where its pictures can be found."""
 
     story: Story
     ledger: Ledger | None

@@ -101,7 +101,7 @@ def _check(out: Path, jobs: int) -> int:
 
 @contextmanager
 def _shown(name: str, interrupted: str) -> Generator[Progress]:
-    """A progress bar in bytes; Ctrl-C says what became of the work."""
+    """A progress bar in bytes; Ctrl-C says what was finished."""
     from salience.report.console import bars
     from salience.report.words import size
 

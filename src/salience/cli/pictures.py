@@ -25,7 +25,7 @@ Read = Callable[[int], npt.NDArray[np.uint8]]
 
 
 def pictures(data: str, ids: Sequence[int], ledger: Ledger) -> dict[int, bytes]:
-    """PNG or JPEG of each sample; what cannot be read is left out. DataError where `data` is not the run's data set."""
+    """PNG or JPEG of each sample; unreadable ones are left out. DataError if `data` is not the run's data set."""
     read = _matching(data, ledger)
     made: dict[int, bytes] = {}
     for i in ids:

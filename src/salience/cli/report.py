@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _pictures(opened: Opened, given: str) -> tuple[dict[int, bytes], str]:
-    """Pictures of what is shown, and why there are none. Data that was named and does not fit is an error."""
+    """Pictures of the samples shown, or the reason why there are none. Data that was named and does not fit is an error."""
     from salience.cli.pictures import pictures
     from salience.report.story import shown
 

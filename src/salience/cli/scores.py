@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from salience.select.findings import Findings
 
 EXACT_DIGITS = {2: 5, 4: 9}
-"""Bytes of a float -> digits that lose nothing of it."""
+"""Bytes of a float -> digits that represent it exactly."""
 CHUNK_ROWS = 1 << 16
 ACTIONS = ("list", "show", "export", "merge")
-"""The first is the one that may be left out."""
+"""The first one may be left out."""
 SECTIONS = {
     "suspects": "labels that look wrong: what the model says, how sure that is, and why",
     "copies": "groups of near-copies, where the run has looked for them",
@@ -86,7 +86,7 @@ def with_action(given: list[str]) -> list[str]:
 
 
 def list_run(args: argparse.Namespace) -> int:
-    """The lists that were asked for, or what the run learnt in all."""
+    """The lists that were asked for, or everything the run learnt."""
     if args.top < 0:
         raise ConfigError(f"--top is {args.top}; it must be at least 0, which lists all.")
     lists = [name for name in SECTIONS if getattr(args, name)]
@@ -155,11 +155,11 @@ def _hard_verdict(said: Findings) -> str:
 VERDICTS = {"suspects": _suspect_verdict, "copies": _copies_verdict, "hard": _hard_verdict}
 ORDER = {"suspects": "firmest", "copies": "largest", "hard": "hardest"}
 SURE = {"suspects": "wrong", "copies": "alike", "hard": "right"}
-"""What the confidence of each list is of."""
+"""What the confidence of each list refers to."""
 
 
 def _lead(name: str, rows: int, written: str | None) -> str:
-    """How a verdict goes on when rows follow it."""
+    """The end of a verdict that rows follow."""
     if not rows:
         return ""
     return (
@@ -185,7 +185,7 @@ def _rows(found: Sequence[Any], names: Sequence[str] | None, file: Callable[[int
 
 
 def _table(name: str, rows: Sequence[dict[str, Any]]) -> str:
-    """Rows for people: aligned, the file and the reason last."""
+    """Rows for people: aligned columns, with the file and the reason last."""
     has_file = "file" in rows[0]
     width = max(len("sample"), *(len(str(row["id"])) for row in rows))
     what = "copies" if name == "copies" else "labelled"
@@ -205,7 +205,7 @@ def _members(row: dict[str, Any]) -> str:
 
 
 def _write_rows(rows: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """All lists in one CSV, `list` saying which; what a row has not stays empty."""
+    """All lists in one CSV; the column `list` says which. Fields that a row lacks stay empty."""
     fields = dict.fromkeys(key for found in rows.values() for row in found for key in row)
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, ["list", *fields])
@@ -272,7 +272,7 @@ def merge(args: argparse.Namespace) -> int:
 
 
 def write_csv(found: Ledger, path: Path) -> None:
-    """id and every column, one sample a line; what is not known stays empty. The file appears whole or not at all."""
+    """The id and every column, one sample per line; unknown values stay empty. The file appears whole or not at all."""
     columns = {name: found[name] for name in found}
     line = ",".join(["%d", *(_format(column) for column in columns.values())]) + "\n"
     try:

@@ -22,7 +22,7 @@ def sentence(error: BaseException) -> str:
 
 
 def subcommand(commands: Any, name: str, docstring: str | None, run: Any) -> argparse.ArgumentParser:
-    """A parser for one subcommand: the docstring's first line is its short help, all of it the long one."""
+    """A parser for one subcommand: the first line of the docstring is its short help, the whole docstring the long one."""
     text = (docstring or "").strip()
     made: argparse.ArgumentParser = commands.add_parser(
         name,

@@ -15,7 +15,7 @@ HERE = WHOLE | BROKEN
 
 
 class Arena:
-    """Allocates memory for samples. Frees it once no batch holds the sample, it is not read along, and not kept."""
+    """Allocates memory for samples. Memory is freed once no batch holds the sample, and it is neither read along nor kept."""
 
     def __init__(self, shared: Shared, sizes: npt.NDArray[np.int64]) -> None:
         self.shared, self.sizes = shared, sizes

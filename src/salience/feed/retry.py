@@ -22,7 +22,7 @@ class RetryPolicy:
     longest_pause: float = 5.0
     """The longest pause between two repetitions, in seconds."""
     hedge_after: float = 4.0
-    """A request is slow when it takes this many times the running median."""
+    """A request is slow if it takes this many times the running median."""
     hedge_least: float = 0.05
     """No request is called slow before this many seconds."""
     hedge_share: float = 0.05

@@ -182,7 +182,7 @@ class Batches:
             yield batch
 
     def end_epoch(self) -> None:
-        """Lightning counts batches and stops; run into the end, as other loops do."""
+        """Exhaust the iterator as other loops do: Lightning counts batches and stops before the end."""
         self.in_epoch = False
         if self._now is not None and self._taken and self._now.complete:
             next(self._now, None)
@@ -192,4 +192,4 @@ class Batches:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The callback has loaded it."""
+        """Do nothing: the callback has loaded it already."""

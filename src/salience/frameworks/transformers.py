@@ -39,7 +39,7 @@ except ImportError as cause:
     raise MissingExtra.of("transformers", "transformers", "salience.frameworks.transformers") from cause
 
 _Trainer: Any = object
-"""What a mixin stands on: some Trainer."""
+"""The Trainer that the mixin extends."""
 
 IDS = "_ids"
 STATE_FILE = "salience.pt"
@@ -189,7 +189,7 @@ class TrainerMixin(_Trainer):
     # --- the schedule ---
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """As many steps as there may be; with `select` the last epoch settles it."""
+        """The most steps there can be; with `select` the exact number is known in the last epoch."""
         *given, max_steps = super().set_initial_training_values(args, dataloader)
         if self._select is not None:
             steps, epochs, group = self.loader.total_steps, self.loader.epochs or 1, args.gradient_accumulation_steps
@@ -246,7 +246,7 @@ class Trainer(TrainerMixin, transformers.Trainer):  # pyright: ignore[reportInco
 
 
 class _Reporter(transformers.TrainerCallback):
-    """Reports evaluations to the loader, and says how far an epoch is that was resumed."""
+    """Reports evaluations to the loader, and says how far a resumed epoch has come."""
 
     def __init__(self, trainer: TrainerMixin) -> None:
         self._trainer = trainer

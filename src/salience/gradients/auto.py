@@ -74,7 +74,7 @@ class Trial:
 
     @property
     def verdict(self) -> bool | None:
-        """True to keep the mode, False to leave it, None while a pair is not complete or leaves doubt."""
+        """True = keep the mode, False = drop it, None = undecided: a pair is incomplete or leaves doubt."""
         gains = self.gains
         if len(gains) < len(self.without):
             return None
@@ -118,7 +118,7 @@ class Chooser:
         self._since = time.perf_counter()
 
     def step(self) -> None:
-        """The optimizer has made a step."""
+        """Called after each step of the optimizer."""
         seconds = time.perf_counter() - self._since
         self._step += 1
         self._seconds.append(seconds)
@@ -147,7 +147,7 @@ class Chooser:
 
     @property
     def _device(self) -> torch.device | None:
-        """Where small tensors must lie to travel."""
+        """The device that small tensors must be on to be sent."""
         return self.handle.links.main.device
 
     def _mean(self, *numbers: float) -> list[float]:
@@ -173,7 +173,7 @@ class Chooser:
         return seconds.mean(0).median().item(), waits.amin(0).median().item()
 
     def _watched(self) -> None:
-        """Is the wait at the end of a step long enough to look further?"""
+        """Measure further if steps wait long enough for gradients; otherwise settle on all-reduce."""
         step, wait = self._waits()
         self._pace = wait
         ceiling = step / max(step - wait, 1e-9)
@@ -256,7 +256,7 @@ class Chooser:
     # --- afterwards ---
 
     def _look(self) -> None:
-        """Has the link changed, or have validation results ruled the mode out? The same answer on all ranks. Collective."""
+        """Start over if the link has changed or validation results have ruled the mode out, on all ranks alike. Collective."""
         if self.adopted and self._mean(float(self._below >= 2))[0] > 0:
             self._tell(
                 "undo", self.adopted, reason="two validation results in a row are below the best one from before it"

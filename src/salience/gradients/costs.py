@@ -22,7 +22,7 @@ from salience.gradients.rules import matrix_shape
 MESSAGES = {"allreduce": 1, "bf16": 1, "lowrank": 2, "topk": 1, "local": 3}
 """Collectives per exchange."""
 MILD = 1.05
-"""Of modes that are within this factor of the fastest, the first of the candidates is taken."""
+"""Among modes within this factor of the fastest, the first candidate is taken."""
 FEWEST_STEPS, MOST_STEPS, MARGIN = 4, 64, 1.25
 """Bounds on the number of local steps, and how much longer than the exchange they should take."""
 

@@ -91,7 +91,7 @@ class Handle:
         self._hooks: list[Any] = []
 
     def begin(self, ranks: Ranks, key: str, groups: Sequence[Sequence[int]] | None) -> None:
-        """Make the links, and listen to the optimizer and the loader."""
+        """Make the links, and hook into the optimizer and the loader."""
         self.ranks = ranks
         self.notes = Notes(self.ddp.process_group, key)
         self.links = Links(self.ddp.process_group, self.notes, ranks.deadline, groups)

@@ -1,4 +1,4 @@
-"""The one communication hook that DDP gets: collects buckets, and hands them to the exchange that is in use.
+"""The single communication hook that DDP gets; it collects buckets and hands them to the exchange in use.
 
 DDP calls the hook for its buckets in the same order on every rank, but runs what follows a collective in whatever order the
 collectives end. So nothing follows one here: an exchange starts what it can when a bucket comes, and does the rest with all
@@ -31,7 +31,7 @@ class Traffic:
         return bool(self._waiting)
 
     def reset(self) -> None:
-        """Forget what came of a backward pass; a step begins."""
+        """Forget the buckets of the last backward pass; a step begins."""
         self.passes = 0
         self._waiting, self._gradients = [], {}
 

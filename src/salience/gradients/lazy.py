@@ -37,7 +37,7 @@ class Lazy:
         """Layers that travel in the next step."""
 
     def begin(self, bucket: Tensor) -> None:
-        """Layers may lie across buckets' order; they travel when all gradients are there."""
+        """Layers may span several buckets, so they travel once all gradients are there."""
 
     def finish(self, gradients: Sequence[Tensor]) -> None:
         if not self.pools:

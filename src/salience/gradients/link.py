@@ -36,7 +36,7 @@ class Notes:
                 self._store.set(self._key, sentence)
 
     def found(self) -> str | None:
-        """The sentence another rank has left, or None."""
+        """The message that another rank has left, or None."""
         with contextlib.suppress(RuntimeError):
             if self._store is not None and self._store.check([self._key]):
                 return self._store.get(self._key).decode()
@@ -51,7 +51,7 @@ class Link:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         nccl = dist.get_backend(group) == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-        """Where tensors of our own must lie to travel."""
+        """The device that our own tensors must be on to be sent."""
         self.sent = 0.0
         """Bytes that this rank has sent, by the arithmetic of a ring."""
 

@@ -319,7 +319,7 @@ class Recorder:
 
     def _checked_hint(self, hint: Tensor, targets: Tensor | None) -> Tensor | None:
         """Compare now if that needs no synchronisation; otherwise return the hint, to be compared later."""
-        if targets is None or not self._hints_hold:
+        if targets is None or targets is hint or not self._hints_hold:
             return None
         if targets.device.type != "cpu" or self._ranks is not None:  # ranks find out together, in flush()
             return hint

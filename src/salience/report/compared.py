@@ -72,7 +72,7 @@ def against(story: Story, baseline: Story) -> Comparison:
 
 
 def arms_of(stories: Sequence[Story]) -> tuple[ComparedArm, ...]:
-    """Runs put together that differ in nothing but the seed, in the order they came."""
+    """Runs grouped so that those of a group differ only in the seed, in the order given."""
     groups: dict[str, list[Story]] = {}
     for story in stories:
         settings = story.all_settings
@@ -128,7 +128,7 @@ def _by_seed(arm: ComparedArm, value: Callable[[Story], float | None]) -> dict[i
 
 
 def _doubts(stories: Sequence[Story]) -> list[str]:
-    """Why some of it may not compare."""
+    """Why some figures may not be comparable."""
     said: list[str] = []
     sizes = sorted({story.run.population for story in stories if story.run.population})
     if len(sizes) > 1:

@@ -139,7 +139,7 @@ def work(story: Story) -> Chart | None:
 
 
 def by_importance(story: Story) -> Chart | None:
-    """What was picked of the least and of the most important samples, over time."""
+    """The share picked of the least and of the most important samples, over time."""
     done = [(w.number + 1.0, w.plan.by_importance) for w in story.windows if w.plan.by_importance is not None]
     done = [(number, shares) for number, shares in done if len(shares) == 10]
     if not done or all(share == 1 for _, shares in done for share in shares):

@@ -105,7 +105,7 @@ def _render(template: str, **values: Any) -> str:
 
 
 def _tiles(story: Story) -> list[tuple[str, str, str]]:
-    """(figure, what it is, a word beside it)."""
+    """Rows of (figure, its meaning, a remark)."""
     tiles: list[tuple[str, str, str]] = []
     if story.metric is not None:
         name = "test accuracy" if story.measure == "accuracy" else "validation metric"
@@ -157,7 +157,7 @@ def _row(name: str, run: Sequence[tuple[int, Any]]) -> tuple[str, str, int, int,
 
 
 def _wordless(text: str) -> str:
-    """A reason without its numbers."""
+    """The reason without its numbers, for comparison."""
     return "".join(c for c in text if not (c.isdigit() or c in ".,%"))
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from salience.report.charts import Chart, Series, lines
 
 MIN_SAMPLES = 50
-"""A bin with fewer samples says little; `largest_gap` ignores it."""
+"""Bins with fewer samples say little, and `largest_gap` ignores them."""
 STYLE = (
     "svg{font:11px sans-serif;background:#fff}.line{fill:none;stroke-width:2}.line.c0{stroke:#0969da}"
     ".dot.c0{fill:#0969da}.line.c1{stroke:#8c959f;stroke-dasharray:4 3}.dot.c1{fill:none}"

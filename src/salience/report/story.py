@@ -125,9 +125,9 @@ class Story:
     broken: tuple[SampleBroken, ...]
     """Samples that could not be read, each once."""
     warnings: tuple[tuple[str, int], ...]
-    """Each warning, and how often it came."""
+    """Each warning, and how often it was given."""
     notes: tuple[str, ...]
-    """What is odd about the log or missing beside it."""
+    """What is odd about the log, or missing from its folder."""
     files: Mapping[int, str] = field(default_factory=dict[int, str])
     """Names of the samples shown."""
 

@@ -125,7 +125,7 @@ def _evaluations(parts: Sequence[Sequence[Event]]) -> tuple[Result, ...]:
 def _added(
     parts: Sequence[Sequence[Event]], kind: type[T], take: Callable[[T], Mapping[str, float]]
 ) -> dict[str, float]:
-    """Counts that grow over a process: the last of each process, added up."""
+    """Counts that grow within a process: the last value of each process, added up."""
     total: Counter[str] = Counter()
     for part in parts:
         last: list[T] = [data for event in part if isinstance(data := _data(event), kind)][-1:]
@@ -153,7 +153,7 @@ def _forecast(data: Summarised) -> dict[str, float] | None:
 
 
 def _shorter(story: Story) -> Shorter | None:
-    """What fewer visits would have cost a run that did not select; asked about as many as selection would make."""
+    """What a run that did not select would have lost with as many visits as selection makes."""
     if story.selects:
         return None
     told = story.forecast or {"saved": 0.0, "windows": float(story.epochs)}

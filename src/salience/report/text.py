@@ -159,7 +159,7 @@ def _cost(story: Story) -> list[str]:
 
 
 def _decided(story: Story) -> str:
-    """What `auto` kept and undid; nothing where it was not asked."""
+    """What `auto` kept and undid; empty if it was off."""
     kept = [
         one.lever + ("" if one.measured is None else f" ({one.measured:.2f}x as fast)")
         for one in story.decisions

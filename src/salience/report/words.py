@@ -170,7 +170,7 @@ def look_wrong(number: int, judged: int | None = None, expected: float | None = 
 
 
 def labels(found: Findings) -> str:
-    """What can be said of the labels; nothing where they were never judged."""
+    """What can be said of the labels; empty if they were never judged."""
     if found.suspected:
         return f"{look_wrong(found.suspected, found.judged, found.expected)}."
     if found.weak:
@@ -179,7 +179,7 @@ def labels(found: Findings) -> str:
 
 
 def near_copies(found: Findings) -> str:
-    """How many samples others can represent; nothing where nobody looked."""
+    """How many samples can be represented by others; empty if copies were not searched for."""
     if found.spare is None or found.groups is None:
         return ""
     if not found.spare:
@@ -188,7 +188,7 @@ def near_copies(found: Findings) -> str:
 
 
 def hard(found: Findings) -> str:
-    """What the list of hard samples is."""
+    """What the list of hard samples shows."""
     if found.weak:
         return f"{cannot_judge(found.weak)} Some of these samples may be mislabelled."
     if not found.judged:

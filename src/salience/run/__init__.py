@@ -8,6 +8,8 @@ watching    where the time goes
 feeding     bytes of a Source, its cache, broken samples
 staging     stages of augmentation
 deciding    what `auto` changes between two windows
+
+`parts` makes the first five from what a user passes, `state` saves and resumes a run, `telling` has its events and its report.
 """
 
 from salience.run.run import Run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -65,8 +64,8 @@ class Iterators:
     def peek(self) -> Iterator[Any]:
         """Batches that do not count, in an order of their own."""
         self._peeks += 1
-        setup, drawn = self.run.setup, self.run.planning.peek_order(self._peeks)
-        order = np.fromiter(itertools.islice(drawn, setup.n), dtype=np.int64)[setup.rank :: setup.world]
+        setup, drawn = self.run.setup, self.run.planning.peek_orders(self._peeks)
+        order = next(drawn)[setup.rank :: setup.world]
         if setup.drop_last:
             order = order[: len(order) // setup.rank_batch * setup.rank_batch]
         if len(order):
@@ -137,7 +136,7 @@ class BatchIterator(Iterator[Any]):
             except StopIteration:
                 self._next_window()
         content = run.deliver(self._batch)
-        if run.course.complete and self._ends and (self._iterators.source.has_workers or run.setup.short_tail):
+        if self._ends and (run.setup.short_tail or self._iterators.source.has_workers) and run.course.complete:
             run.planning.order.finish()  # a DataLoader's sampler has come to its end by now
         self._failed = False
         return content

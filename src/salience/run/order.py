@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import RandomSampler
 
 from salience.errors import ConfigError
 
@@ -38,23 +36,33 @@ class PlainOrder:
         self.state: Tensor = self.generator.get_state()
         """The generator before the window in progress drew from it; workers are seeded from here."""
         self._drew_worker_seed, self._finished = True, True
-        self._rest: Iterator[int] = iter(())
+        self._last: torch.Generator | None = None
+        """What shuffled the epoch in progress, and shuffles once more at its end."""
 
     def draw(self, *, worker_seed: bool) -> npt.NDArray[np.int64]:
         """The next window's order, int64 [n]; `worker_seed` = DataLoader would first draw a seed for its workers."""
         self.state, self._drew_worker_seed, self._finished = self.generator.get_state(), worker_seed, False
         if worker_seed:
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-        self._rest = self._sampler()
-        return np.fromiter(itertools.islice(self._rest, self.n), dtype=np.int64, count=self.n)
+        self._last = self._shuffler()
+        return self._order(self._last)
 
-    def _sampler(self) -> Iterator[int]:
-        return iter(RandomSampler(range(self.n), generator=self._own) if self.shuffle else range(self.n))
+    def _shuffler(self) -> torch.Generator | None:
+        """The generator of an epoch, as RandomSampler has it."""
+        if self._own is not None or not self.shuffle:
+            return self._own
+        return torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
 
-    def peek(self) -> Iterator[int]:
-        """An order beside the window in progress, drawn as a second iter() of a DataLoader would."""
+    def _order(self, shuffler: torch.Generator | None) -> npt.NDArray[np.int64]:
+        return torch.randperm(self.n, generator=shuffler).numpy() if self.shuffle else np.arange(self.n)
+
+    def peek(self) -> Iterator[npt.NDArray[np.int64]]:
+        """An order beside the window in progress, drawn as a second iter() of a DataLoader would; whoever runs into the end
+        of its batches asks for it once more."""
         torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-        return self._sampler()
+        shuffler = self._shuffler()
+        while True:
+            yield self._order(shuffler)
 
     def unused(self, *, workers: bool) -> None:
         """Nobody took a batch of that order: DataLoader would have drawn the seed, and with workers the order too."""
@@ -65,7 +73,8 @@ class PlainOrder:
 
     def finish(self) -> None:
         """A plain shuffle draws once more at its end, where a loop runs into it."""
-        next(self._rest, None)
+        if self.shuffle and not self._finished:
+            self._order(self._last)
         self._finished = True
 
     def mark(self) -> None:

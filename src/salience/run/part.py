@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ from salience.events.log import log_warning
 from salience.plan import Shard
 from salience.ranks import Ranks
 from salience.treat.dataset import BatchReport
+
+if TYPE_CHECKING:
+    from salience.run.visits import Visits
 
 COUNT_UNITS = {"": 1, "k": 1_000, "M": 1_000_000, "G": 1_000_000_000}
 
@@ -134,6 +137,8 @@ class Batch:
     """Share of it that pick() was asked for."""
     recorded: bool = False
     """True once its loss was given, or the loop said that it has none."""
+    visits: Visits = field(default=cast("Any", None), repr=False)
+    """What its window says about its losses; known once it was handed over."""
 
     @property
     def planned_ids(self) -> npt.NDArray[np.int64]:

@@ -16,11 +16,10 @@ from salience.errors import ConfigError
 from salience.ledger import COLUMNS, Ledger, merge
 from salience.ledger.copies import Copies
 from salience.plan import Plan, Shard, Trace
-from salience.run.even import at_mean_share, of_steps
 from salience.run.fixed import Fixed, told
 from salience.run.order import PlainOrder
 from salience.run.part import Part, Setup, Voice
-from salience.run.selection import Select, resolve
+from salience.run.selection import Select, at_mean_share, of_steps, resolve
 from salience.seeds import EVEN, PEEK, WORKERS, generator, torch_seed
 from salience.select import Clock, Pipeline
 from salience.select.batching import Batching, members
@@ -170,11 +169,11 @@ class Planning(Part):
     def close(self, *, finished: bool) -> None:
         self._in_window, self._piece = False, (self._piece + 1) % self._setup.pieces
 
-    def peek_order(self, number: int) -> Iterator[int]:
-        """Ids in the order of an iterator that does not count; `number` is that of the peek."""
+    def peek_orders(self, number: int) -> Iterator[npt.NDArray[np.int64]]:
+        """The order of the `number`-th iterator that does not count, int64 [n], and then what it draws at its end."""
         if self.config is None and self._setup.ranks is None:  # ranks must draw alike, and one may peek alone
             return self.order.peek()
-        return iter(generator(self._setup.seed, PEEK, number, self._setup.rank).permutation(self._setup.n).tolist())
+        return iter((generator(self._setup.seed, PEEK, number, self._setup.rank).permutation(self._setup.n),))
 
     def seed_workers(self, workers: torch.Generator, window: int) -> None:
         """Bring the generator of the DataLoader inside to where a plain one would be, or to the window's own seed."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,33 +20,10 @@ from salience.run.labels import OFF, Targets, class_labels
 from salience.run.moving import tensors_of
 from salience.run.part import Batch, Part, Setup, Voice
 from salience.run.robust import early_learning, strength
+from salience.run.visits import Visits
 from salience.seeds import PICK, torch_generator
 from salience.select.noise import judge
 from salience.select.pick import RecentLosses, latest_last, pick_positions
-
-MAX_BATCHES_AHEAD = 32
-"""Batches that are looked through first for the one that losses belong to."""
-
-
-@dataclass(slots=True, eq=False)
-class _Visits:
-    """What a window says about the losses of its batches."""
-
-    shard: Shard
-    all_ones: bool
-    """True if every loss weight is 1."""
-    no_doubles: bool
-    """True if no sample is visited twice."""
-    delivered: set[int]
-    recorded: set[int] = field(default_factory=set[int])
-    """Batches that have their loss."""
-    rows: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict[int, npt.NDArray[np.int64]])
-    """Batch -> positions of its rows among its planned samples, where a collate function changed them."""
-    stand_ins: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    """Batch -> rows where another sample stands in for a broken one."""
-    latest: deque[int] = field(default_factory=functools.partial(deque[int], maxlen=MAX_BATCHES_AHEAD))
-    """The batches delivered last: a loss that comes with its ids is mostly of one of them."""
-    weights: dict[torch.device, Tensor] = field(default_factory=dict[torch.device, Tensor])
 
 
 class Recording(Part):
@@ -67,8 +41,8 @@ class Recording(Part):
         """The batch delivered last."""
         self.peeked = False
         """True if an iterator that does not count has delivered since."""
-        self._now: _Visits | None = None
-        self._before: _Visits | None = None
+        self._now: Visits | None = None
+        self._before: Visits | None = None
         """The window before: a loop that fetches ahead is late with losses."""
         self._without_loss = 0
         """Batches of this window that came and went without a loss since the last one that had its own."""
@@ -99,36 +73,18 @@ class Recording(Part):
     # --- a window ---
 
     def open(self, shard: Shard, done: frozenset[int]) -> None:
-        plan = shard.plan
-        if self._now is not None and self._now.shard.plan.window != plan.window:
+        if self._now is not None and self._now.shard.plan.window != shard.plan.window:
             self._before = self._now
-        visited = np.zeros(self._setup.n, dtype=bool)
-        visited[plan.ids] = True
-        self._now = _Visits(
-            shard, all_ones=bool((plan.weights == 1).all()), delivered=set(done),
-            no_doubles=int(np.count_nonzero(visited)) == len(plan),
-        )  # fmt: skip
+        self._now = Visits(shard, set(done))
         self.batch, self._without_loss = None, 0
 
     def hand_over(self, batch: Batch) -> None:
+        assert self._now is not None
         if self.batch is not None:
             self._without_loss = 0 if self.batch.recorded else self._without_loss + 1
         self.batch, self.peeked = batch, False
-        assert self._now is not None
-        self._now.delivered.add(batch.number)
-        self._now.latest.appendleft(batch.number)
-        if batch.rows is not None:
-            self._now.rows[batch.number] = batch.rows
-        if batch.broken:
-            at = range(len(batch.ids)) if batch.rows is None else batch.rows.tolist()
-            self._now.stand_ins[batch.number] = [row for row, position in enumerate(at) if position in batch.broken]
-
-    def _visits(self, batch: Batch) -> _Visits | None:
-        """What the window of a batch says; None of one that is long over."""
-        for visits in (self._now, self._before):
-            if visits is not None and visits.shard.plan.window == batch.window:
-                return visits
-        return None
+        batch.visits = self._now
+        self._now.deliver(batch)
 
     def flush(self, window: int) -> None:
         """Enter what was recorded into the ledger; collective where there are several ranks."""
@@ -190,9 +146,10 @@ class Recording(Part):
         if self.batch is not None and np.array_equal(array, self.batch.ids):
             return self.batch
         for visits in (self._now, self._before):
-            found = None if visits is None else _find(array, visits)
-            if found is not None:
-                return found
+            number = None if visits is None else visits.find(array)
+            if visits is not None and number is not None:
+                window, rows = visits.shard.plan.window, visits.rows.get(number)
+                return Batch(window, number, array, rows, visits=visits, recorded=number in visits.recorded)
         raise LossError(
             "These ids are not a batch that was delivered in this window or the one before, in its order; pass them on as they "
             "were delivered."
@@ -205,7 +162,7 @@ class Recording(Part):
 
         Targets that name no classes are ignored, with one warning.
         """
-        found = class_labels(len(losses), logits, targets)
+        found = class_labels(losses.shape[0], logits, targets)
         if found.remark:
             self._voice.warn_once(found.remark)
         if not found.delivered:
@@ -235,42 +192,39 @@ class Recording(Part):
         self, batch: Batch, losses: Tensor, logits: Tensor | None, targets: Tensor | None, kept: Tensor | None
     ) -> None:
         """Enter a batch into the ledger; of a picked one, only which samples were trained on."""
-        batch.recorded, visits = True, self._visits(batch)
-        if visits is not None:
-            visits.recorded.add(batch.number)
+        batch.recorded = True
+        batch.visits.recorded.add(batch.number)
         if kept is None:
-            plain = visits is not None and visits.no_doubles and batch.rows is None
-            self._record(batch, losses, logits, targets, number=batch.number if plain else None)
-        else:
-            stand_ins = None if visits is None else visits.stand_ins.get(batch.number)
-            if stand_ins:
-                kept = kept[~torch.isin(kept, torch.tensor(stand_ins, device=kept.device))]
-            self.recorder.trained(batch.ids, kept, window=batch.window)
+            self._record(batch, losses, logits, targets)
+            return
+        stand_ins = batch.visits.stand_ins.get(batch.number)
+        if stand_ins:
+            kept = kept[~torch.isin(kept, torch.tensor(stand_ins, device=kept.device))]
+        self.recorder.trained(batch.ids, kept, window=batch.window)
 
-    def _record(self, batch: Batch, losses: Tensor, logits: Tensor | None, targets: Tensor | None, **more: Any) -> None:
-        """Of several views of a sample the first alone is recorded, so that they count as one; of a stand-in, nothing."""
-        ids, hint, visits = batch.ids, batch.hint, self._visits(batch)
-        stand_ins = [] if visits is None else visits.stand_ins.get(batch.number, [])
-        if visits is not None and (stand_ins or not visits.no_doubles):
-            views = visits.shard.plan.views[visits.shard.span(batch.number)]
-            wanted = (views if batch.rows is None else views[batch.rows]) == 0
-            wanted[stand_ins] = False
-            first = np.flatnonzero(wanted)
+    def _record(
+        self, batch: Batch, losses: Tensor, logits: Tensor | None, targets: Tensor | None, *, trained: bool = True
+    ) -> None:
+        ids, hint, visits = batch.ids, batch.hint, batch.visits
+        number = batch.number if visits.no_doubles and batch.rows is None else None
+        first = visits.first_views(batch)
+        if first is not None:
             if not len(first):
                 return
-            if len(first) < len(ids):
-                ids, positions = ids[first], torch.from_numpy(first)
-                losses = losses[positions.to(losses.device)]
-                logits, targets, hint = (
-                    None if part is None else part[positions.to(part.device)] for part in (logits, targets, hint)
-                )
-        self.recorder.record(ids, losses, logits, targets, window=batch.window, hint=hint, **more)
+            ids, positions = ids[first], torch.from_numpy(first)
+            losses = losses[positions.to(losses.device)]
+            logits, targets, hint = (
+                None if part is None else part[positions.to(part.device)] for part in (logits, targets, hint)
+            )
+        self.recorder.record(
+            ids, losses, logits, targets, window=batch.window, trained=trained, hint=hint, number=number
+        )
 
     def weights(self, ids: Tensor | None) -> Tensor:
         """Loss weights of a delivered batch, float32 [B]."""
         batch = self.batch_of(ids)
         device = torch.device("cpu") if ids is None else ids.device
-        weights = self._weights_of(batch, self._visits(batch), device)
+        weights = batch.visits.weights(batch, device)
         return torch.ones(len(batch.ids), device=device) if weights is None else weights.clone()
 
     def weighted_mean(
@@ -284,71 +238,36 @@ class Recording(Part):
         counts: Tensor | None = None,
         total: Tensor | float | None = None,
     ) -> Tensor:
-        """sum(w * l) / B; over several ranks sum(w * l) * world / B_global, so that DDP's mean is the batch's gradient."""
-        visits, share = self._visits(batch), self._divisor(batch, len(losses), kept, counts, total)
-        weights = self._weights_of(batch, visits, losses.device)
-        if weights is not None and kept is not None:
-            weights = weights[kept.to(weights.device)]
-        if kept is None and visits is not None and logits is not None:
-            how_much = strength(robust, visits.shard.plan.noise)
+        """sum(w * l) / B; over several ranks sum(w * l) * world / B_global, so that DDP's mean is the batch's gradient.
+
+        With `counts` c it is sum(w * l * c) / sum(c); with the `total` of a step of several batches, the sum * world / total.
+        """
+        weights = batch.visits.weights(batch, losses.device)
+        if robust and kept is None and logits is not None:
+            how_much = strength(robust, batch.visits.shard.plan.noise)
             if how_much > 0:  # what is learnt from, not what is recorded
                 losses = losses + how_much * early_learning(logits, batch.ids, self.ledger)
-        if counts is not None:
-            losses = (
-                losses * (counts if kept is None else counts[kept.to(counts.device)]).float()
-            )  # half would overflow
-        elif weights is None and not isinstance(share, Tensor) and share == len(losses):
+        if counts is None and total is None and weights is None and self._setup.world == 1:
             return losses.mean()
-        weighted = losses if weights is None else losses.float() * weights
-        return weighted.sum() / share
-
-    def _divisor(
-        self, batch: Batch, length: int, kept: Tensor | None, counts: Tensor | None, total: Tensor | float | None
-    ) -> Tensor | float:
-        """What the sum of a batch's weighted losses is divided by, so that DDP's mean over ranks is the batch's gradient;
-        of a step of several batches (`total`), so that their sum is."""
+        if kept is not None:
+            weights, counts = (None if part is None else part[kept.to(part.device)] for part in (weights, counts))
         if total is not None:
-            return total / self._setup.world * (1 if kept is None else len(kept) / len(batch.ids))
+            divisor = total / self._setup.world * (1 if kept is None else len(kept) / len(batch.ids))
+        else:
+            divisor = batch.visits.divisor(batch, len(losses)) if counts is None else counts.sum()
         if counts is not None:
-            return (counts if kept is None else counts[kept.to(counts.device)]).sum()
-        return self._share(batch, self._visits(batch), length)
+            losses = losses * counts.float()  # half would overflow
+        weighted = losses if weights is None else losses.float() * weights
+        return weighted.sum() / divisor
 
     def mean_weights(self, batch: Batch, losses: Tensor, robust: float | str) -> Tensor:
         """Weights [B] that sum the losses of a whole batch to what `weighted_mean` gives."""
-        visits = self._visits(batch)
-        if visits is not None and strength(robust, visits.shard.plan.noise) > 0:
+        if strength(robust, batch.visits.shard.plan.noise) > 0:
             self._voice.warn_once(
                 "Early-learning regularisation is off inside a compiled step; compile the model alone."
             )
-        share, weights = self._share(batch, visits, len(losses)), self._weights_of(batch, visits, losses.device)
-        return torch.full_like(losses, 1 / share, dtype=torch.float32) if weights is None else weights / share
-
-    def _share(self, batch: Batch, visits: _Visits | None, count: int) -> float:
-        """What the sum of a batch's weighted losses is divided by, so that DDP's mean over ranks is the batch's gradient."""
-        if visits is None or self._setup.world == 1:
-            return count
-        if batch.picks == 1:
-            return int(visits.shard.global_sizes[batch.number]) / self._setup.world
-        picked = np.maximum(1, np.rint(batch.picks * visits.shard.sizes(batch.number)))  # as each rank picks
-        return float(picked.sum()) / self._setup.world
-
-    def _weights_of(self, batch: Batch, visits: _Visits | None, device: torch.device) -> Tensor | None:
-        """Loss weights of a batch, float32 [B]; None = all are 1."""
-        stand_ins = None if visits is None else visits.stand_ins.get(batch.number)
-        if visits is None or (visits.all_ones and not stand_ins):
-            return None
-        if device not in visits.weights:
-            weights = torch.from_numpy(visits.shard.plan.weights.copy())
-            if device.type == "cuda":  # from memory that is not pinned, the copy would wait for the device
-                weights = weights.pin_memory()
-            visits.weights[device] = weights.to(device, non_blocking=True)
-        weights = visits.weights[device][visits.shard.span(batch.number)]
-        if batch.rows is not None:
-            weights = weights[torch.from_numpy(batch.rows).to(device)]
-        if stand_ins:
-            weights = weights.clone()
-            weights[stand_ins] = 0
-        return weights
+        divisor, weights = batch.visits.divisor(batch, len(losses)), batch.visits.weights(batch, losses.device)
+        return torch.full_like(losses, 1 / divisor, dtype=torch.float32) if weights is None else weights / divisor
 
     def relabelled(self, targets: Tensor, ids: Tensor | None) -> Tensor:
         """The batch's targets with suspected ones replaced by the class the model gives."""
@@ -385,31 +304,11 @@ class Recording(Part):
         self.batch, self._now, self._before = None, None, None
 
 
-def _find(ids: npt.NDArray[np.int64], visits: _Visits) -> Batch | None:
-    """The delivered batch of a window that has just these ids; None if there is none."""
-    shard = visits.shard
-    for number in visits.latest:
-        if np.array_equal(_ids_of(visits, number), ids):
-            break
-    else:
-        spots = np.flatnonzero(shard.plan.ids == ids[0]) if len(ids) else np.empty(0, dtype=np.int64)
-        near = (np.searchsorted(shard.start, spots, side="right") - 1).tolist()
-        fitting = (k for k in near if k in visits.delivered and np.array_equal(_ids_of(visits, k), ids))
-        number = next(fitting, -1)
-        if number < 0:
-            return None
-    return Batch(shard.plan.window, number, ids, visits.rows.get(number), recorded=number in visits.recorded)
-
-
-def _ids_of(visits: _Visits, number: int) -> npt.NDArray[np.int64]:
-    """The samples of a batch's rows."""
-    ids, rows = visits.shard.ids(number), visits.rows.get(number)
-    return ids if rows is None else ids[rows]
-
-
 def check_losses(caller: str, losses: Tensor, batch: Batch, kept: Tensor | None) -> None:
     """Raise LossError unless there is one loss per sample of the batch, or of those that were picked."""
     count = len(batch.ids) if kept is None else len(kept)
+    if losses.shape == (count,):
+        return
     if losses.dim() == 0:
         raise LossError(f"{caller}() was given a single number; it needs one loss per sample: use reduction='none'.")
     if losses.dim() > 1:
@@ -418,16 +317,15 @@ def check_losses(caller: str, losses: Tensor, batch: Batch, kept: Tensor | None)
             f"{caller}() was given losses of shape {tuple(losses.shape)}; it needs one per sample: reduce the rest first, "
             f"e.g. losses.mean(dim={axes})."
         )
-    if len(losses) != count and kept is None and len(losses) in leading_sizes(batch.content):
+    if kept is None and len(losses) in leading_sizes(batch.content):
         raise LossError(
             f"The collate function was given {count} samples and returned a batch of {len(losses)}, so it cannot be told whose "
             "losses these are. Have it return salience.Collated(batch, positions), with the position of each row's sample."
         )
-    if len(losses) != count:
-        raise LossError(
-            f"{caller}() was given {len(losses)} losses for a batch of {count} samples; pass one per sample. "
-            "A loop that fetches ahead must use with_ids=True and pass ids= to loss()."
-        )
+    raise LossError(
+        f"{caller}() was given {len(losses)} losses for a batch of {count} samples; pass one per sample. "
+        "A loop that fetches ahead must use with_ids=True and pass ids= to loss()."
+    )
 
 
 def check_counts(counts: Any, total: Tensor | float | None, batch: Batch, world: int) -> None:

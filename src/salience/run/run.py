@@ -17,25 +17,20 @@ from salience.errors import ConfigError, LossError, PluginError, StateError
 from salience.ledger import Ledger
 from salience.plan import Plan, Shard
 from salience.ranks import Ranks, started_late
-from salience.run.arrays import arrays, tensors
+from salience.run import state, telling
 from salience.run.balancing import Balancing
 from salience.run.copying import Copying
 from salience.run.course import Course
-from salience.run.deciding import Deciding, check_auto
+from salience.run.deciding import Deciding
 from salience.run.feeding import Feeding
 from salience.run.labels import Targets
 from salience.run.part import Batch, Part, Setup, Voice
 from salience.run.planning import Planning
 from salience.run.recording import Recording, check_counts, check_losses
 from salience.run.sensing import Sensing
-from salience.run.staging import Staging, check_stages
+from salience.run.staging import Staging
 from salience.run.watching import Watching
-from salience.select import preset
-from salience.select.findings import Study, study
-from salience.select.reference import checksum
-from salience.select.summary import summarise
-
-STATE_VERSION = 3
+from salience.select.findings import Study
 
 
 class Run:
@@ -67,12 +62,12 @@ class Run:
         self.watching, self.feeding, self.staging, self.deciding = watching, feeding, staging, deciding
         self.balancing = balancing
         named = deciding, feeding, staging, copying, recording, sensing, planning, watching, balancing
-        self._all: tuple[Part, ...] = tuple(part for part in named if part is not None)
+        self.all_parts: tuple[Part, ...] = tuple(part for part in named if part is not None)
         self.course = Course()
         self.course.visits_expected = planning.total_visits
         self.evaluations: list[tuple[float, float]] = []
         """Progress and metric of every validation result."""
-        self._study: Study | None = None
+        self.study: Study | None = None
         """What was found in the ledger when it was last looked at."""
         self._said_length = -1, 0
         """Window, and the number of its batches that len() gave before it was planned."""
@@ -88,8 +83,12 @@ class Run:
 
     def choose_parts(self) -> None:
         """Leave parts that have nothing to do out, until this is called again."""
-        self.parts = [part for part in self._all if part.in_use]
+        self.parts = [part for part in self.all_parts if part.in_use]
         """In the order in which they are asked."""
+        self._on_hand_over, self._on_loss, self._on_take_back = (
+            [getattr(part, name) for part in self.parts if getattr(type(part), name) is not getattr(Part, name)]
+            for name in ("hand_over", "on_loss", "take_back")
+        )
 
     # --- the story of a window ---
 
@@ -113,7 +112,7 @@ class Run:
             self._prepare()
             shard = self._divide(self._plan(worker_seed))
             if self.setup.ranks is not None:
-                self._check_equal(shard, self.setup.ranks)
+                self.check_equal(shard, self.setup.ranks)
             course.begin(shard, self.planning.later(course.window, len(shard.plan)))
             if not len(shard):
                 self.voice.warn_once(
@@ -123,7 +122,7 @@ class Run:
                 self.voice.warn_once(
                     f"More epochs are made than epochs={self.setup.epochs}: they go on as the last one; progress stays at 1."
                 )
-            self._emit_plan(shard.plan)
+            self.events.emit(telling.window_planned(self, shard.plan))
             self.planning.planned(shard.plan)
             if self.sensing.scorer is not None:
                 self.sensing.ask_scores(shard.plan.ids, course.window)
@@ -141,15 +140,15 @@ class Run:
 
     def deliver(self, batch: Batch) -> Any:
         """Pass a batch through the parts; returns what the loop receives."""
-        for part in self.parts:
-            part.hand_over(batch)
+        for hand_over in self._on_hand_over:
+            hand_over(batch)
         self.course.deliver(batch.number)
         return batch.content
 
     def take_back(self, batch: Batch) -> None:
         """The loop asks for the next batch."""
-        for part in self.parts:
-            part.take_back(batch)
+        for take_back in self._on_take_back:
+            take_back(batch)
 
     def close(self) -> None:
         """Close the open window: delivered to its end, or broken off."""
@@ -165,16 +164,13 @@ class Run:
             part.close(finished=finished)
         if self.setup.ranks is None:
             self.flush()
-        self.events.emit(
-            "window", window=course.window, batches=len(course.delivered), of=len(shard), finished=finished,
-            visited=course.visits, loss=self._mean_loss(), **self.watching.spent(),
-        )  # fmt: skip
+        self.events.emit(telling.window_closed(self, finished=finished))
         course.end()
         if course.window == self.setup.windows:
             self.sensing.end_scorer()
             if self.setup.ranks is None:  # several ranks look in report()
-                self._look_for_copies(last=True)
-            self._emit_findings()
+                self.look_for_copies(last=True)
+            telling.emit_findings(self)
 
     def _prepare(self) -> None:
         """What the last window taught goes into the ledger, and every part gets ready."""
@@ -184,7 +180,7 @@ class Run:
             part.prepare(self.course.window)
         with self.watching.watch("plan"):
             self.planning.note_course(self.recording.ledger)
-        self._look_for_copies()
+        self.look_for_copies()
 
     def _plan(self, worker_seed: bool) -> Plan:
         with self.watching.watch("plan"):
@@ -208,7 +204,7 @@ class Run:
             return plan.shard(self.setup.rank, self.setup.world)
         return self.balancing.divide(plan)
 
-    def _check_equal(self, shard: Shard, ranks: Ranks) -> None:
+    def check_equal(self, shard: Shard, ranks: Ranks) -> None:
         """Every rank has made the plan for itself: stop all ranks if the plans, or how they are divided, differ."""
         plan, digest = shard.plan, 0
         for part in (plan.ids, plan.weights, shard.cuts):
@@ -230,6 +226,12 @@ class Run:
             if senses:
                 self.sensing.flush()
 
+    def look_for_copies(self, *, last: bool = False) -> None:
+        """Search for near-copies if there is more to go by; `last` = with what there is."""
+        if self.copying.search is not None:
+            with self.watching.watch("copies"):
+                self.copying.look(self.recording.ledger, self.course.window, last=last)
+
     # --- a loss ---
 
     def loss(
@@ -244,14 +246,13 @@ class Run:
         total: Tensor | float | None = None,
     ) -> Tensor:
         """Record the losses of a batch and return their weighted mean."""
-        begin = time.perf_counter()
-        self.watching.steps.on_loss(losses.device)
+        begin = self.watching.steps.on_loss(losses.device)
         batch = self.recording.batch_for_loss(ids, again=again)
         kept = batch.kept
         check_losses("loss", losses, batch, kept)
         if counts is not None:
             check_counts(counts, total, batch, self.setup.world)
-        if not len(losses):  # nothing was left of the batch
+        if not losses.shape[0]:  # nothing was left of the batch
             self.recording.record(batch, losses, None, None, None)
             return losses.sum()
         logits, classes, hard = self.recording.usable(batch, losses, logits, targets)
@@ -260,8 +261,8 @@ class Run:
             losses = losses[kept]
             logits, classes = (None if part is None else part[kept] for part in (logits, classes))
         self.planning.check_needs(logits=logits is not None, model=self.sensing.attached is not None)
-        for part in self.parts:
-            part.on_loss(batch, losses, kept)
+        for on_loss in self._on_loss:
+            on_loss(batch, losses, kept)
         self.recording.record(batch, losses, logits, classes, kept)
         self.watching.watch.add("record", time.perf_counter() - begin)
         if self.sensing.proxy is not None:
@@ -370,181 +371,18 @@ class Run:
 
     def summary(self, *, local: bool = False) -> dict[str, Any]:
         """What the run taught so far, as plain numbers; `local` = without asking other ranks."""
-        if self.setup.ranks is None or not local:
-            self.flush()
-        setup, course, config = self.setup, self.course, self.planning.config
-        selects, epochs = isinstance(config, SelectConfig), course.window // setup.pieces
-        return summarise(
-            self.recording.ledger, config if isinstance(config, SelectConfig) else preset("default"),
-            windows=setup.epochs or max(10, epochs), seed=setup.seed, batch_size=setup.global_batch,
-            reference=self.sensing.reference, evaluations=self.evaluations, studied=self._studied(),
-            selected=(epochs, course.visits_before) if selects else None,
-        )  # fmt: skip
+        return telling.summary(self, local=local)
 
     def report(self, classes: Sequence[str] | None = None, *, local: bool = False) -> str:
-        """The summary as text, classes called by their names, with what each part has to say; also written to the event log."""
-        from salience.report.text import render
-
-        if self.setup.ranks is None or not local:
-            self.flush()
-            self._look_for_copies(last=True)
-        self._emit_findings()
-        text = render(self.events.emit("observed", summary=self.summary(local=local))["summary"], names=classes)
-        if self.feeding is not None:
-            self.feeding.compare(self.planning.trace, None if self.staging is None else self.staging.treating.unread)
-        return "\n\n".join([text, *filter(None, (part.report() for part in self.parts))])
-
-    def _mean_loss(self) -> float | None:
-        """Mean loss of the samples visited in this window; None where it is not known yet, as on several ranks."""
-        if self.setup.ranks is not None:
-            return None
-        ledger = self.recording.ledger
-        visited = (ledger.last_seen == self.course.window) & np.isfinite(ledger.last_loss)
-        if not visited.any():
-            return None
-        return float(ledger.last_loss[visited].mean(dtype=np.float64))
-
-    def _look_for_copies(self, *, last: bool = False) -> None:
-        if self.copying.search is not None:
-            with self.watching.watch("copies"):
-                self.copying.look(self.recording.ledger, self.course.window, last=last)
-
-    def _emit_plan(self, plan: Plan) -> None:
-        self.events.emit(
-            "plan", window=plan.window, picked=len(plan), population=plan.population, progress=self.course.progress,
-            seconds=self.watching.watch.seconds.get("plan", 0.0), visited=self.course.visits,
-            filters=[{"name": n.name, "dropped": n.dropped, "forced": n.forced, "reason": n.reason} for n in plan.notes],
-            by_importance=picked_by_importance(plan),
-        )  # fmt: skip
-
-    def _studied(self) -> Study:
-        """What is found in the ledger as it is now; nothing is judged twice."""
-        copies, course = self.copying.found, self.course
-        near = None if copies is None else (copies.group, copies.similarity)
-        with self.watching.watch("findings"):
-            self._study = study(
-                self.recording.ledger, near, windows=course.window, visits=course.visits_before, last=self._study
-            )
-        return self._study
-
-    def _emit_findings(self) -> None:
-        before = self._study
-        if self._studied() is not before:
-            self.events.emit(self._studied().findings)
+        """The summary as text, with what each part has to say; also written to the event log."""
+        return telling.report(self, classes, local=local)
 
     # --- saved ---
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on as if never stopped. With several ranks, every rank must call it."""
-        if self.course.complete:
-            self.close()
-        self.flush()
-        course = self.course
-        return {
-            "version": STATE_VERSION,
-            **self._identity(),
-            "world": self.setup.world,
-            "batch_size": self.setup.batch_size,
-            "global_batch": self.setup.global_batch,
-            "evaluations": [list(result) for result in self.evaluations],
-            "course": course.state_dict(),
-            "plan": None if not course.open or course.shard is None else tensors(course.shard.arrays()),
-            "delivered": self._delivered_by_rank(),
-            "parts": {part.name: part.state_dict() for part in self._all},
-        }
+        return state.saved(self)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on where `state_dict()` was taken: the next iteration delivers the rest of that window."""
-        if state.get("version") != STATE_VERSION:
-            raise StateError(
-                f"This state has version {state.get('version')!r} and this salience reads version {STATE_VERSION}: go on with "
-                "the salience that saved it, or start anew with ledger= the ledger of that run."
-            )
-        self._check_fits(state)
-        check_stages(state["parts"], self.staging)
-        check_auto(state["parts"], self.deciding)
-        if state["world"] != self.setup.world:
-            self._keep_batches(state)
-        for part in self._all:
-            if part.name in state["parts"]:
-                part.load_state_dict(state["parts"][part.name])
-        self.sensing.go_on(self.copying.embeddings)
-        self.evaluations = [(float(progress), float(metric)) for progress, metric in state["evaluations"]]
-        self.course.load_state_dict(state["course"])
-        if state["plan"] is not None:
-            saved, (rank, world) = Shard.from_arrays(arrays(state["plan"])), (self.setup.rank, self.setup.world)
-            delivered = state["course"]["delivered"] if state["delivered"] is None else state["delivered"][rank]
-            shard = saved.of(rank) if saved.world == world else saved.among(rank, world, set(delivered))
-            if self.setup.ranks is not None:
-                self._check_equal(shard, self.setup.ranks)
-            self.course.resume(shard, delivered)
-
-    def _check_fits(self, state: Mapping[str, Any]) -> None:
-        """Raise StateError unless this run can go on with `state`."""
-        advice = {
-            "population": "resume with the data set it was made from",
-            "reference": "resume with the same reference= (these are checksums)",
-            "embeddings": "resume with the same embeddings= (these are checksums)",
-            "window": "resume with the same window=",
-        }
-        for key, mine in self._identity().items():
-            if state.get(key) != mine:
-                said = advice.get(key, f"resume with the same {key}")
-                raise StateError(f"The state was saved with {key} {state.get(key)!r}, this run has {mine!r}; {said}.")
-        setup = self.setup
-        if state["batch_size"] != setup.batch_size and state["global_batch"] != setup.batch_size * setup.world:
-            raise StateError(
-                f"The state was saved with batch_size {state['batch_size']}, this run has {setup.batch_size} on {setup.world} "
-                f"ranks; resume with the same, or with one that makes steps of {state['global_batch']} samples over all ranks."
-            )
-        if state["delivered"] is not None and state["world"] != setup.world:
-            raise StateError(
-                f"The ranks had different batches behind them when the state was saved (in_order=False does that), so it can "
-                f"only be resumed with as many ranks, {state['world']}; this run has {setup.world}."
-            )
-
-    def _keep_batches(self, state: Mapping[str, Any]) -> None:
-        """Go on with the steps of a run that had another number of ranks: as many samples each, divided anew."""
-        setup, batch = self.setup, int(state["global_batch"])
-        if batch < setup.world:
-            raise StateError(
-                f"The state was saved with {batch} samples per step, which cannot be divided among {setup.world} ranks; resume "
-                f"with at most {batch}."
-            )
-        changes = setup.rank_batch != -(-batch // setup.world)
-        setup.keep_batches_of(batch)
-        if changes and self.feeding is not None:
-            self.feeding.resize()
-        self.voice.warn(
-            f"The run was saved on {state['world']} ranks and goes on with {setup.world}: a step keeps its {batch} samples, so "
-            f"that a rank now takes {setup.rank_batch} of them."
-        )
-
-    def _delivered_by_rank(self) -> list[list[int]] | None:
-        """Batches delivered on each rank where they are not the same, as with in_order=False; None where they are."""
-        ranks, delivered = self.setup.ranks, sorted(self.course.delivered)
-        if ranks is None:
-            return None
-        digest = zlib.crc32(np.array(delivered, dtype=np.int64).tobytes())
-        if len({part for (part,) in ranks.gather_objects([digest])}) == 1:
-            return None
-        return ranks.gather_objects(delivered)
-
-    def _identity(self) -> dict[str, Any]:
-        """What must be the same for a state to fit."""
-        setup = self.setup
-        return {
-            "population": setup.n, "seed": setup.seed, "window": setup.window if setup.pieces > 1 else None,
-            "select": self.planning.described, "reference": checksum(self.sensing.given), "embeddings": self.copying.given,
-        }  # fmt: skip
-
-
-def picked_by_importance(plan: Plan, parts: int = 10) -> list[float] | None:
-    """Share of the samples that is visited, by tenths of importance from the least on; None where all are alike."""
-    if plan.ranks is None or plan.all_alike:
-        return None
-    part = np.minimum((plan.ranks.astype(np.float32) * parts).astype(np.int64), parts - 1)
-    visited = np.zeros(plan.population, dtype=bool)
-    visited[plan.ids] = True
-    every = np.bincount(part, minlength=parts)
-    return (np.bincount(part[visited], minlength=parts) / np.maximum(1, every)).round(4).tolist()
+        state.resume(self, saved)

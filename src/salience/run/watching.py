@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from salience.errors import ConfigError
+from salience.events.timing import MachineUse, StepSeconds
 from salience.plan import Shard
 from salience.report.sinks import Sink, guarded, sink
 from salience.run.part import Batch, Part, Setup, Voice
@@ -57,9 +58,9 @@ class Watching(Part):
         return {
             "seconds": time.perf_counter() - self._opened_at,
             "overhead": dict(self.watch.seconds),
-            **({"steps": asdict(spent)} if spent.steps else {}),
+            "steps": StepSeconds(**asdict(spent)) if spent.steps else None,
             "lr": self.steps.lr,
-            "usage": [] if self.usage is None else [asdict(one) for one in self.usage.taken()],
+            "usage": () if self.usage is None else tuple(MachineUse(**asdict(one)) for one in self.usage.taken()),
         }
 
 

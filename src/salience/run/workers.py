@@ -221,7 +221,7 @@ class Arrivals(Iterator[Batch]):
             self._break_off = None  # nothing is left to give up
             raise StopIteration
         batch.held = held
-        steps.got(dict(batch.work), held=held)
+        steps.got(batch.work, held=held)
         return batch
 
     def _taken(self) -> Iterator[Batch]:

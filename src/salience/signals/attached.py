@@ -260,7 +260,7 @@ class Attached:
 
 
 class _Hook:
-    """A forward hook that holds its owner weakly. A copy of the model, or a pickled one, gets a hook that does nothing."""
+    """A forward hook that holds its owner weakly. A copied or unpickled model gets a hook that does nothing."""
 
     def __init__(self, owner: Attached | None = None, name: str = "") -> None:
         self._owner = None if owner is None else weakref.ref(owner)
@@ -290,7 +290,7 @@ def _supported(module: nn.Module) -> bool:
 
 
 def _fits(call: _Call, rows: tuple[int, int]) -> bool:
-    """True if the layer was given as many samples as were delivered, or as there are losses."""
+    """True if the layer's input has as many samples as were delivered, or as there are losses."""
     shape = call.given.shape
     axes = 4 if isinstance(call.layer, nn.Conv2d) else 2 if call.layer is not None else 1
     return len(shape) >= axes and shape[0] in rows

@@ -85,7 +85,7 @@ class Proxy:
         return True
 
     def enter(self) -> None:
-        """Bring the losses since the last call to the host; of a sample that stands twice the later one counts."""
+        """Bring the losses since the last call to the host; for a sample that occurs twice, the later one counts."""
         if self._pending:
             ids = np.concatenate([ids if kept is None else ids[kept.cpu().numpy()] for ids, kept, _ in self._pending])
             losses = torch.cat([losses for _, _, losses in self._pending]).cpu().numpy()
@@ -112,7 +112,7 @@ class Proxy:
 
 
 class _Hook:
-    """A forward pre-hook that holds its owner weakly. A copy of the model, or a pickled one, gets one that does nothing."""
+    """A forward pre-hook that holds its owner weakly. A copied or unpickled model gets one that does nothing."""
 
     def __init__(self, owner: Proxy | None = None) -> None:
         self._owner = None if owner is None else weakref.ref(owner)

@@ -186,7 +186,7 @@ class Scorer:
         return self._ids[new], self._board.values[:, new].numpy().copy(), self._window
 
     def ask(self, ids: Ids, *, window: int) -> None:
-        """Score these with the weights as they are now; nothing happens where it is still busy taking the last question."""
+        """Score these with the current weights; does nothing while the last question is still being taken."""
         if int(self._board.counts[0]) != self._asked or not len(ids):
             return
         fence()  # what was asked before has been taken

@@ -12,7 +12,7 @@ from salience.plan import FRESH, REUSED, STORED
 
 Ids = npt.NDArray[np.int64]
 MAX_IDLE_ROUNDS = 4
-"""An intermediate older than MAX_IDLE_ROUNDS * r_max windows that is not wanted now gives up its slot."""
+"""An intermediate older than MAX_IDLE_ROUNDS * r_max windows that is not wanted now loses its slot."""
 
 
 def reuse_factor(importance: npt.NDArray[Any], r_max: int) -> npt.NDArray[np.uint8]:

@@ -1,7 +1,7 @@
 """Intermediates in memory that all workers of a node share: slots of one size, in shared memory (`salience.memory`).
 
 The training process says which sample has which slot; workers write and read. A slot says whose intermediate it holds and of
-which window, and what is not there is simply made again, to the same values. So nothing is locked, a worker that dies leaves at
+which window, and what is missing is simply made again, to the same values. So nothing is locked, a worker that dies leaves at
 most an invalid slot behind, and a resumed run needs none of the contents.
 """
 

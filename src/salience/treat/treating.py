@@ -322,7 +322,7 @@ def allowed_splits(
 
 
 def _copies_left_out(plan: Plan, copies: Copies | None) -> npt.NDArray[np.int64]:
-    """For each planned sample, the number of near-copies that this plan does not visit, int64 [visits]."""
+    """The number of near-copies of each planned sample that this plan does not visit, int64 [visits]."""
     if copies is None:
         return np.zeros(len(plan), dtype=np.int64)
     groups = int(copies.group.max(initial=-1)) + 1

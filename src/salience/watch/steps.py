@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -52,7 +52,7 @@ class Step:
     """From having the batch on the device to calling loss()."""
     backward: float = 0.0
     """From loss() to asking for the next batch: backward pass, optimizer, and whatever else the loop does."""
-    work: dict[str, float] = field(default_factory=dict[str, float])
+    work: Mapping[str, float] = field(default_factory=dict[str, float])
     """What the worker that made the batch spent: "fetch", "decode", and stages by name."""
     idle: float | None = None
     """Time the GPU had nothing to do before it got this batch; None without a GPU."""
@@ -120,7 +120,7 @@ class Steps:
         if self._device is not None:
             self._asked_event = _event(self._device)
 
-    def got(self, work: dict[str, float] | None = None, *, held: bool = False) -> None:
+    def got(self, work: Mapping[str, float] | None = None, *, held: bool = False) -> None:
         """The batch is here."""
         self._got = time.perf_counter()
         step = Step(self._got - self._asked, work=work or {}, held=held)
@@ -134,12 +134,13 @@ class Steps:
         """The batch is on the device; a copy that goes on beside the host takes the host no time."""
         self._copied = time.perf_counter()
 
-    def on_loss(self, device: torch.device) -> None:
-        """`loss` was called, with losses on `device`."""
+    def on_loss(self, device: torch.device) -> float:
+        """`loss` was called, with losses on `device`. Returns the moment, by `time.perf_counter`."""
         self._lost = time.perf_counter()
         self.losses = True
-        if device.type == "cuda" and self._device is None:
+        if self._device is None and device.type == "cuda":
             self._device = device
+        return self._lost
 
     def spent(self) -> Spent:
         """Seconds of all steps since the last call."""
@@ -147,7 +148,7 @@ class Steps:
         return spent
 
     def pause(self) -> None:
-        """The window is over: time until the next batch is asked for belongs to no step."""
+        """The window is over: the time until the next batch is asked for belongs to no step."""
         self._got = self._lost = 0.0
         self._asked_event = None
 

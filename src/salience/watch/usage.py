@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-SECONDS_BETWEEN_SAMPLES = 0.5
+SECONDS_BETWEEN_SAMPLES = 1.0
 MAX_SAMPLES_PER_WINDOW = 12
 """Samples of a window that are kept in the event log."""
 
@@ -63,6 +63,8 @@ class UsageRecord:
     def __init__(self, most: int = MAX_SAMPLES_PER_WINDOW) -> None:
         self._most = most
         self._meter: Meter | None = None
+        self._looked = 0.0
+        """When it last looked; 0 = never."""
         if importlib.util.find_spec("psutil") is not None:
             with contextlib.suppress(Exception):  # a container may hide /proc
                 self._meter = Meter()
@@ -71,7 +73,8 @@ class UsageRecord:
     def begin(self) -> None:
         """Forget what was noted, and start anew."""
         self._samples: list[UsageSample] = []
-        self._every, self._due = SECONDS_BETWEEN_SAMPLES, time.monotonic() + SECONDS_BETWEEN_SAMPLES
+        self._every = SECONDS_BETWEEN_SAMPLES
+        self._due = (self._looked or time.monotonic()) + self._every
 
     def note(self, *, now: bool = False) -> bool:
         """Take a sample if it is time for one, or `now`; of too many, every other one is dropped and the pace halved.
@@ -80,6 +83,7 @@ class UsageRecord:
         """
         if self._meter is None or not (now or time.monotonic() >= self._due):
             return False
+        self._looked = time.monotonic()
         try:
             self._samples.append(self._meter.look())
         except Exception:  # NVML or the system refuses: training goes on, and nothing is shown
@@ -87,13 +91,12 @@ class UsageRecord:
             return True
         if len(self._samples) > self._most:
             self._samples, self._every = self._samples[1::2], 2 * self._every
-        self._due = time.monotonic() + self._every
+        self._due = self._looked + self._every
         return True
 
     def taken(self) -> tuple[UsageSample, ...]:
-        """The samples since `begin`; at least one."""
-        if not self._samples:
-            self.note(now=True)
+        """The samples since `begin`, one of now among them if it is time for one, or none was ever taken."""
+        self.note(now=not self._looked)
         return tuple(self._samples)
 
 

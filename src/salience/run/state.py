@@ -1,0 +1,131 @@
+"""A run as something to save and to resume: what its state holds, and what must be the same for a state to fit."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from salience.errors import StateError
+from salience.plan import Shard
+from salience.run.arrays import arrays, tensors
+from salience.run.deciding import check_auto
+from salience.run.staging import check_stages
+from salience.select.reference import checksum
+
+if TYPE_CHECKING:
+    from salience.run.run import Run
+
+STATE_VERSION = 3
+
+
+def saved(run: Run) -> dict[str, Any]:
+    """Everything needed to go on as if never stopped. With several ranks, every rank must call it."""
+    if run.course.complete:
+        run.close()
+    run.flush()
+    course = run.course
+    return {
+        "version": STATE_VERSION,
+        **_identity(run),
+        "world": run.setup.world,
+        "batch_size": run.setup.batch_size,
+        "global_batch": run.setup.global_batch,
+        "evaluations": [list(result) for result in run.evaluations],
+        "course": course.state_dict(),
+        "plan": None if not course.open or course.shard is None else tensors(course.shard.arrays()),
+        "delivered": _delivered_by_rank(run),
+        "parts": {part.name: part.state_dict() for part in run.all_parts},
+    }
+
+
+def resume(run: Run, state: Mapping[str, Any]) -> None:
+    """Go on where `state_dict()` was taken: the next iteration delivers the rest of that window."""
+    if state.get("version") != STATE_VERSION:
+        raise StateError(
+            f"This state has version {state.get('version')!r} and this salience reads version {STATE_VERSION}: go on with "
+            "the salience that saved it, or start anew with ledger= the ledger of that run."
+        )
+    _check_fits(run, state)
+    check_stages(state["parts"], run.staging)
+    check_auto(state["parts"], run.deciding)
+    if state["world"] != run.setup.world:
+        _keep_batches(run, state)
+    for part in run.all_parts:
+        if part.name in state["parts"]:
+            part.load_state_dict(state["parts"][part.name])
+    run.sensing.go_on(run.copying.embeddings)
+    run.evaluations = [(float(progress), float(metric)) for progress, metric in state["evaluations"]]
+    run.course.load_state_dict(state["course"])
+    if state["plan"] is not None:
+        saved, (rank, world) = Shard.from_arrays(arrays(state["plan"])), (run.setup.rank, run.setup.world)
+        delivered = state["course"]["delivered"] if state["delivered"] is None else state["delivered"][rank]
+        shard = saved.of(rank) if saved.world == world else saved.among(rank, world, set(delivered))
+        if run.setup.ranks is not None:
+            run.check_equal(shard, run.setup.ranks)
+        run.course.resume(shard, delivered)
+
+
+def _check_fits(run: Run, state: Mapping[str, Any]) -> None:
+    """Raise StateError unless this run can go on with `state`."""
+    advice = {
+        "population": "resume with the data set it was made from",
+        "reference": "resume with the same reference= (these are checksums)",
+        "embeddings": "resume with the same embeddings= (these are checksums)",
+        "window": "resume with the same window=",
+    }
+    for key, mine in _identity(run).items():
+        if state.get(key) != mine:
+            said = advice.get(key, f"resume with the same {key}")
+            raise StateError(f"The state was saved with {key} {state.get(key)!r}, this run has {mine!r}; {said}.")
+    setup = run.setup
+    if state["batch_size"] != setup.batch_size and state["global_batch"] != setup.batch_size * setup.world:
+        raise StateError(
+            f"The state was saved with batch_size {state['batch_size']}, this run has {setup.batch_size} on {setup.world} "
+            f"ranks; resume with the same, or with one that makes steps of {state['global_batch']} samples over all ranks."
+        )
+    if state["delivered"] is not None and state["world"] != setup.world:
+        raise StateError(
+            f"The ranks had different batches behind them when the state was saved (in_order=False does that), so it can "
+            f"only be resumed with as many ranks, {state['world']}; this run has {setup.world}."
+        )
+
+
+def _keep_batches(run: Run, state: Mapping[str, Any]) -> None:
+    """Go on with the steps of a run that had another number of ranks: as many samples each, divided anew."""
+    setup, batch = run.setup, int(state["global_batch"])
+    if batch < setup.world:
+        raise StateError(
+            f"The state was saved with {batch} samples per step, which cannot be divided among {setup.world} ranks; resume "
+            f"with at most {batch}."
+        )
+    changes = setup.rank_batch != -(-batch // setup.world)
+    setup.keep_batches_of(batch)
+    if changes and run.feeding is not None:
+        run.feeding.resize()
+    run.voice.warn(
+        f"The run was saved on {state['world']} ranks and goes on with {setup.world}: a step keeps its {batch} samples, so "
+        f"that a rank now takes {setup.rank_batch} of them."
+    )
+
+
+def _delivered_by_rank(run: Run) -> list[list[int]] | None:
+    """Batches delivered on each rank where they are not the same, as with in_order=False; None where they are."""
+    ranks, delivered = run.setup.ranks, sorted(run.course.delivered)
+    if ranks is None:
+        return None
+    digest = zlib.crc32(np.array(delivered, dtype=np.int64).tobytes())
+    if len({part for (part,) in ranks.gather_objects([digest])}) == 1:
+        return None
+    return ranks.gather_objects(delivered)
+
+
+def _identity(run: Run) -> dict[str, Any]:
+    """What must be the same for a state to fit."""
+    setup = run.setup
+    return {
+        "population": setup.n, "seed": setup.seed, "window": setup.window if setup.pieces > 1 else None,
+        "select": run.planning.described, "reference": checksum(run.sensing.given), "embeddings": run.copying.given,
+    }  # fmt: skip

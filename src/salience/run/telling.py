@@ -1,0 +1,103 @@
+"""What a run tells of itself: events of its windows, what was found in its ledger, its summary and its report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from salience.config import SelectConfig
+from salience.events.kinds import FilterNote, WindowClosed, WindowPlanned
+from salience.plan import Plan
+from salience.select import preset
+from salience.select.findings import Study, study
+from salience.select.summary import summarise
+
+if TYPE_CHECKING:
+    from salience.run.run import Run
+
+
+def window_planned(run: Run, plan: Plan) -> WindowPlanned:
+    """The event of a plan."""
+    return WindowPlanned(
+        window=plan.window, picked=len(plan), population=plan.population, progress=run.course.progress,
+        seconds=run.watching.watch.seconds.get("plan", 0.0), visited=run.course.visits,
+        filters=tuple(FilterNote(name=n.name, dropped=n.dropped, forced=n.forced, reason=n.reason) for n in plan.notes),
+        by_importance=picked_by_importance(plan),
+    )  # fmt: skip
+
+
+def window_closed(run: Run, *, finished: bool) -> WindowClosed:
+    """The event of the window in progress, at its end."""
+    course, shard = run.course, run.course.shard
+    return WindowClosed(
+        window=course.window, batches=len(course.delivered), of=0 if shard is None else len(shard), finished=finished,
+        visited=course.visits, loss=_mean_loss(run), **run.watching.spent(),
+    )  # fmt: skip
+
+
+def _mean_loss(run: Run) -> float | None:
+    """Mean loss of the samples visited in this window; None where it is not known yet, as on several ranks."""
+    if run.setup.ranks is not None:
+        return None
+    ledger = run.recording.ledger
+    visited = (ledger.last_seen == run.course.window) & np.isfinite(ledger.last_loss)
+    return float(ledger.last_loss[visited].mean(dtype=np.float64)) if visited.any() else None
+
+
+def picked_by_importance(plan: Plan, parts: int = 10) -> tuple[float, ...] | None:
+    """Share of the samples that is visited, by tenths of importance from the least on; None where all are alike."""
+    if plan.ranks is None or plan.all_alike:
+        return None
+    part = np.minimum((plan.ranks.astype(np.float32) * parts).astype(np.int64), parts - 1)
+    visited = np.zeros(plan.population, dtype=bool)
+    visited[plan.ids] = True
+    every = np.bincount(part, minlength=parts)
+    return tuple((np.bincount(part[visited], minlength=parts) / np.maximum(1, every)).round(4).tolist())
+
+
+def studied(run: Run) -> Study:
+    """What is found in the ledger as it is now; nothing is judged twice."""
+    copies, course = run.copying.found, run.course
+    near = None if copies is None else (copies.group, copies.similarity)
+    with run.watching.watch("findings"):
+        run.study = study(
+            run.recording.ledger, near, windows=course.window, visits=course.visits_before, last=run.study
+        )
+    return run.study
+
+
+def emit_findings(run: Run) -> None:
+    """Write what is found in the ledger to the event log, unless it was written before."""
+    before = run.study
+    if studied(run) is not before:
+        run.events.emit(studied(run).findings)
+
+
+def summary(run: Run, *, local: bool) -> dict[str, Any]:
+    """What the run taught so far, as plain numbers; `local` = without asking other ranks."""
+    if run.setup.ranks is None or not local:
+        run.flush()
+    setup, course, config = run.setup, run.course, run.planning.config
+    selects, epochs = isinstance(config, SelectConfig), course.window // setup.pieces
+    return summarise(
+        run.recording.ledger, config if isinstance(config, SelectConfig) else preset("default"),
+        windows=setup.epochs or max(10, epochs), seed=setup.seed, batch_size=setup.global_batch,
+        reference=run.sensing.reference, evaluations=run.evaluations, studied=studied(run),
+        selected=(epochs, course.visits_before) if selects else None,
+    )  # fmt: skip
+
+
+def report(run: Run, classes: Sequence[str] | None, *, local: bool) -> str:
+    """The summary as text, classes called by their names, with what each part has to say; also written to the event log."""
+    from salience.report.text import render
+
+    if run.setup.ranks is None or not local:
+        run.flush()
+        run.look_for_copies(last=True)
+    emit_findings(run)
+    text = render(run.events.emit("observed", summary=summary(run, local=local))["summary"], names=classes)
+    if run.feeding is not None:
+        run.feeding.compare(run.planning.trace, None if run.staging is None else run.staging.treating.unread)
+    return "\n\n".join([text, *filter(None, (part.report() for part in run.parts))])
