@@ -43,7 +43,7 @@ NEW_PRESETS = [
     Spec(name="window", select="window"),
     Spec(name="rho", select="rho", reference=True, epochs=20),
     Spec(name="proxy", select="proxy", reference=True, epochs=20),
-    Spec(name="fine_pruning", select="fine_pruning", reference=True, epochs=20),
+    Spec(name="coarse_to_fine", select="coarse_to_fine", reference=True, epochs=20),
     Spec(name="selective_backprop", select="selective_backprop"),
 ]
 RANDOM = SelectConfig(keep=Use(name="all_less_all", options={"share": 0.4, "warmup": 2, "end": 0.2}))

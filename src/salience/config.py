@@ -83,6 +83,15 @@ def fetching(table: Any) -> Fetching | None:
     return Fetching(**options)
 
 
+EPOCHS_SCORED = 5
+"""Epochs that a static selection scores before it chooses its subset."""
+_PLAIN: dict[str, tuple[Any, str]] = {
+    "pick": ((int, float), "a number"), "steps": (str, "a word"), "lr_power": ((int, float), "a number"),
+    "mode": (str, "a word"), "after": (int, "a whole number"),
+}  # fmt: skip
+"""Settings of a pipeline that are numbers or words."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelectConfig:
     """One selection pipeline: filters, scores, a sampler, and how much is kept when."""
@@ -101,6 +110,12 @@ class SelectConfig:
     """With constant steps the learning rate is multiplied by (batch / batch_size)^lr_power; 1 is linear scaling."""
     fetch: Fetching | None = None
     """How far plans give way to what is cheap to fetch; None: not at all."""
+    mode: str = "dynamic"
+    """"dynamic": every window is selected anew. "static": scored for `after` epochs, then one fixed subset to the end."""
+    after: int | None = None
+    """Static mode: epochs that visit everything before the subset is chosen; None: 5, or none with `ledgers`."""
+    ledgers: tuple[str, ...] = ()
+    """Static mode: files of ledgers (or run folders) by whose mean score the subset is chosen, instead of the run's own."""
     robust: float | str = 0.0
     """Strength of early-learning regularisation in `loss()`, which drops nothing; "auto" follows the estimated noise."""
 
@@ -113,6 +128,24 @@ class SelectConfig:
             raise ConfigError(f"select.steps is {self.steps!r}; it must be 'fewer' or 'constant'.")
         if self.lr_power < 0:
             raise ConfigError(f"select.lr_power is {self.lr_power}; it must be at least 0.")
+        self._check_mode()
+
+    def _check_mode(self) -> None:
+        if self.mode not in ("dynamic", "static"):
+            raise ConfigError(f"select.mode is {self.mode!r}; it must be 'dynamic' or 'static'.")
+        if self.mode == "dynamic" and (self.after is not None or self.ledgers):
+            raise ConfigError("select.after and select.ledgers are for mode = 'static'; set it, or leave them out.")
+        if self.after is not None and (isinstance(self.after, bool) or self.after < 0):
+            raise ConfigError(f"select.after is {self.after!r}; it must be an integer of at least 0.")
+        if self.mode == "static" and self.fetch is not None:
+            raise ConfigError(
+                "select.fetch exchanges samples of every plan, and mode = 'static' fixes them; leave one out."
+            )
+
+    @property
+    def scored_for(self) -> int:
+        """Static mode: epochs before the subset is chosen."""
+        return self.after if self.after is not None else 0 if self.ledgers else EPOCHS_SCORED
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -124,6 +157,8 @@ class SelectConfig:
             "steps": self.steps,
             "lr_power": self.lr_power,
             "robust": self.robust,
+            "mode": self.mode,
+            **({} if self.mode == "dynamic" else {"after": self.scored_for, "ledgers": list(self.ledgers)}),
             **({} if self.fetch is None else {"fetch": asdict(self.fetch)}),
         }
 
@@ -140,13 +175,13 @@ class SelectConfig:
                 changes[key] = tuple(use(item) for item in cast("Sequence[Any]", value))
             elif key == "keep" and isinstance(value, (int, float)):
                 changes[key] = Use(name="constant", options={"share": float(value)})
-            elif key in ("pick", "steps", "lr_power"):
-                wanted = str if key == "steps" else (int, float)
+            elif key in _PLAIN:
+                wanted, called = _PLAIN[key]
                 if not isinstance(value, wanted) or isinstance(value, bool):
-                    raise ConfigError(
-                        f"select.{key} is {value!r}; it must be {'a word' if key == 'steps' else 'a number'}."
-                    )
+                    raise ConfigError(f"select.{key} is {value!r}; it must be {called}.")
                 changes[key] = value
+            elif key == "ledgers":
+                changes[key] = tuple(map(str, [value] if isinstance(value, (str, Path)) else value))
             elif key == "robust":
                 changes[key] = value
             elif key == "fetch":
@@ -188,6 +223,8 @@ class TrainConfig:
     """With several ranks: a mode of `salience.sync`, by which gradients travel; empty: plain DDP."""
     zero: int = 0
     """With several ranks: what is divided among them: 1 the optimizer's state, 2 gradients too, 3 parameters too; 0 nothing."""
+    remote_scores: bool = False
+    """Have samples that are not visited scored by `salience score`, a process elsewhere that watches `out`."""
     auto: bool = False
     """Measure the run and change the number of workers if that makes it faster; training itself does not change."""
     sinks: str = ""

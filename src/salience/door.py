@@ -133,7 +133,7 @@ class Door:
         features: bool = False,
         proxy: nn.Module | None = None,
         proxy_optimizer: torch.optim.Optimizer | None = None,
-        background: torch.device | str | bool = False,
+        background: torch.device | str | bool | Path = False,
     ) -> None:
         """Enable scores that need the model, by hooks on its layers; once more after a resume, since no state has them.
 
@@ -147,7 +147,8 @@ class Door:
         `proxy` is a small model that `loss(losses, logits, targets)` trains on the same inputs (the first tensor `model` is
         given) and targets, by `proxy_optimizer` (else SGD, learning rate 0.01, momentum 0.9); where no `reference=` was
         given, its losses are it. `background` (True, or a device instead of the CPU) scores samples that are not picked in a
-        process beside the training, so that what is known of them does not age.
+        process beside the training, so that what is known of them does not age; a Path is a folder through which a process
+        elsewhere does so (`salience score`, `salience.signals.remote.answer`).
         """
         run = self._run
         if run.balancing is not None:

@@ -55,12 +55,14 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "hide": "salience.select.samplers:hide",
         "window": "salience.select.samplers:window",
         "slide": "salience.select.samplers:slide",
+        "lowest": "salience.select.samplers:lowest",
     },
     "curves": {
         "constant": "salience.select.curves:constant",
         "step": "salience.select.curves:step",
         "cosine": "salience.select.curves:cosine",
         "all_less_all": "salience.select.curves:all_less_all",
+        "alternate": "salience.select.curves:alternate",
         "auto": "salience.select.curves:auto",
     },
 }

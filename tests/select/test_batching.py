@@ -12,7 +12,7 @@ from salience.ledger import Ledger
 from salience.select import PRESETS, Pipeline, preset
 from salience.select.batching import Batching, filled, trimmed
 
-OWN_REFERENCE = {"rho", "proxy", "fine_pruning"}
+OWN_REFERENCE = {"rho", "proxy", "coarse_to_fine"}
 
 
 def trained(

@@ -48,13 +48,38 @@ def test_proxy_takes_the_same_half_in_every_window_whatever_is_learnt():
             assert planned("proxy", known(here), window, there) == [0, 1, 2, 3, 4]
 
 
-def test_fine_pruning_drops_the_easiest_of_every_class_for_good_and_selects_among_the_rest():
+def test_fine_pruning_lets_the_highest_losses_rest_for_four_epochs_in_seven():
+    losses = known([5, 0, 9, 1, 8, 2, 7, 3, 6, 4])
+    windows = [planned("fine_pruning", losses, window, windows=15) for window in range(15)]
+    whole = [window for window, ids in enumerate(windows) if len(ids) == N]
+    assert whole == [0, 1, 2, 7, 8, 9, 14]
+    assert all(ids == [0, 1, 3, 5, 6, 7, 8, 9] for window, ids in enumerate(windows) if window not in whole)
+
+
+def test_fine_pruning_says_its_saving_in_advance():
+    selector = salience.Selector(400, batch_size=20, epochs=14, select="fine_pruning")
+    assert (
+        selector.visits_expected == 14 * 400 - 7 * 100
+    )  # the last window is whole, in place of the eighth prune epoch
+    assert selector.total_steps == selector.visits_expected // 20
+    assert "It makes 4,900 of 5,600 visits, 12.5% fewer" in selector.report()
+
+
+def test_the_rule_that_was_called_fine_pruning_is_named_where_a_reference_is_given():
+    selector = salience.Selector(10, epochs=9, select="fine_pruning", reference=np.arange(10.0))
+    said = [event["text"] for event in selector.events.recent if event["kind"] == "warning"]
+    assert said == [
+        "'fine_pruning' is now the published rule and asks no reference; the rule of that name before is 'coarse_to_fine'."
+    ]
+
+
+def test_coarse_to_fine_drops_the_easiest_of_every_class_for_good_and_selects_among_the_rest():
     ledger = known([9, 8, 7, 6, 5, 4, 3, 2, 1, 0])
     ledger.label[:] = [0] * 4 + [1] * 6
     there = [0, 1, 2, 3, 0, 1, 2, 3, 4, 5]
     # 30% of 4 is 1, of 6 also 1: samples 0 and 4 are out, hard as 0 is here.
-    assert planned("fine_pruning", ledger, 9, there) == [1, 2, 3, 5, 6, 7, 8, 9]
-    assert planned("fine_pruning", ledger, 5, there) == [1, 2, 3, 5]  # 40% of 10, the hardest of the others
+    assert planned("coarse_to_fine", ledger, 9, there) == [1, 2, 3, 5, 6, 7, 8, 9]
+    assert planned("coarse_to_fine", ledger, 5, there) == [1, 2, 3, 5]  # 40% of 10, the hardest of the others
 
 
 def test_coarse_takes_its_share_of_every_class_and_keeps_what_nobody_knows():

@@ -94,7 +94,7 @@ def test_an_empty_folder_is_named(tmp_path):
         reference_of(tmp_path, 3)
 
 
-@pytest.mark.parametrize("name", ["rho", "proxy", "fine_pruning"])
+@pytest.mark.parametrize("name", ["rho", "proxy", "coarse_to_fine"])
 def test_a_rule_without_its_signal_names_both_ways_out_at_the_first_step(name):
     selector = salience.Selector(10, epochs=3, select=name)
     with pytest.raises(ConfigError, match=r"pass reference=.*loader\.attach\(model, proxy="):

@@ -13,9 +13,9 @@ from salience.config import SelectConfig, Use
 from salience.errors import ConfigError
 from salience.ledger import Ledger
 from salience.registry import card_of, catalogue, find
-from salience.select import Candidates, Clock, Pipeline, View
+from salience.select import Candidates, Clock, Draw, Pipeline, View
 from salience.select.drawing import inclusion_probabilities, systematic
-from salience.select.samplers import probability, prune_rescale, ratio, threshold
+from salience.select.samplers import lowest, probability, prune_rescale, ratio, threshold
 from salience.select.weights import loss_weights
 
 N = 200
@@ -89,19 +89,55 @@ def test_ratio_keeps_the_most_important_and_explores_the_rest():
     assert len(seen) == N
 
 
-def test_threshold_compares_values_and_sets_its_own_budget():
-    raw = np.array([0.2, 0.9, 0.5, np.nan, 0.51, 3.0], dtype=np.float32)
-    have = Candidates(
-        view=View(Ledger(6), Clock(window=3, windows=10, keep=0.3)), ids=np.arange(6),
-        importance=np.linspace(0, 1, 6, dtype=np.float32), raw_of_all=raw,
+def six(raw: list[float], learnt_loss: float | None = None) -> Candidates:
+    clock = Clock(window=3, windows=10, keep=0.3, learnt_loss=learnt_loss)
+    return Candidates(
+        view=View(Ledger(6), clock), ids=np.arange(6), importance=np.linspace(0, 1, 6, dtype=np.float32),
+        raw_of_all=np.array(raw, dtype=np.float32),
     )  # fmt: skip
+
+
+def drawn(draw: Draw) -> list[int]:
+    return sorted(draw.positions.tolist())
+
+
+def test_threshold_compares_values_and_sets_its_own_budget():
+    have, rng = six([0.2, 0.9, 0.5, np.nan, 0.51, 3.0]), np.random.default_rng(0)
+    found = threshold(have, 2, rng, above=0.5)
+    assert drawn(found) == [1, 3, 4, 5]
+    assert found.note == "4 of 6 score over 0.5"
+    assert drawn(threshold(have, 2, rng, above=0.9)) == [3, 5]
+    small = dataclasses.replace(have, raw_of_all=have.raw_of_all * np.float32(1e-6))
+    assert drawn(threshold(small, 2, rng, above=0.5)) == [3]  # scaled scores are other values
+    assert drawn(threshold(have, 2, rng, above=-1)) == list(range(6))
+
+
+def test_threshold_that_nothing_is_over_draws_a_tenth_of_the_budget_at_random():
     rng = np.random.default_rng(0)
-    assert threshold(have, 2, rng, above=0.5).positions.tolist() == [1, 3, 4, 5]
-    assert threshold(have, 2, rng, above=0.9).positions.tolist() == [3, 5]
-    small = dataclasses.replace(have, raw_of_all=raw * np.float32(1e-6))
-    assert threshold(small, 2, rng, above=0.5).positions.tolist() == [3]  # scaled scores are other values
-    none = dataclasses.replace(have, raw_of_all=np.zeros(6, dtype=np.float32))
-    assert len({tuple(sorted(threshold(none, 2, rng).positions.tolist())) for _ in range(50)}) > 5
+    raw = np.zeros(1000, dtype=np.float32)
+    raw[:3] = 1
+    have = dataclasses.replace(candidates(1000), raw_of_all=raw)
+    draws = [threshold(have, 400, rng) for _ in range(20)]
+    assert {len(draw.positions) for draw in draws} == {40}
+    assert all(set(range(3)) <= set(drawn(draw)) for draw in draws)
+    assert len({tuple(drawn(draw)) for draw in draws}) == 20
+    assert draws[0].note == "3 of 1,000 score over 0.5, 37 more at random"
+
+
+def test_a_calibrated_threshold_leaves_out_nothing_until_it_is_calibrated():
+    raw, rng = [0.2, 0.9, 0.5, 0.1, 0.51, 3.0], np.random.default_rng(0)
+    assert drawn(threshold(six(raw), 2, rng, above="auto")) == list(range(6))
+    assert drawn(threshold(six(raw, learnt_loss=0.6), 2, rng, above="auto")) == [1, 5]
+    for wrong in ("mean", float("nan"), True):
+        with pytest.raises(ConfigError, match="must be a finite number or 'auto'"):
+            threshold(six(raw), 2, rng, above=wrong)
+
+
+def test_lowest_leaves_out_the_highest_and_keeps_what_nobody_has_seen():
+    have, rng = six([0.2, 0.9, 0.5, np.nan, 0.5, 3.0]), np.random.default_rng(0)
+    assert drawn(lowest(have, 2, rng)) == [0, 3]
+    assert drawn(lowest(have, 5, rng)) == [0, 1, 2, 3, 4]
+    assert {tuple(drawn(lowest(have, 3, rng))) for _ in range(20)} == {(0, 2, 3), (0, 3, 4)}  # ties by chance
 
 
 def test_prune_rescale_drops_half_of_the_easy_ones_and_doubles_the_rest_of_them():

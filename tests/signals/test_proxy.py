@@ -77,7 +77,7 @@ def test_the_model_is_trained_as_without_a_proxy(problem):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("name", ["rho", "proxy", "fine_pruning"])
+@pytest.mark.parametrize("name", ["rho", "proxy", "coarse_to_fine"])
 def test_rules_that_ask_another_model_ask_the_proxy(problem, name):
     loader, model, proxy = salience.Loader(problem, 30, epochs=10, select=name, strict=True), make_model(), small()
     loader.attach(model, proxy=proxy, proxy_optimizer=torch.optim.SGD(proxy.parameters(), lr=0.0))
@@ -87,7 +87,7 @@ def test_rules_that_ask_another_model_ask_the_proxy(problem, name):
     np.testing.assert_allclose(loader._run.sensing.reference.loss, theirs, rtol=1e-5)
     score = loader.ledger.last_loss - theirs if name == "rho" else theirs
     next(iter(loader))
-    if name == "fine_pruning":
+    if name == "coarse_to_fine":
         easiest = [np.flatnonzero(y == c)[np.argsort(theirs[y == c])][: int((y == c).sum() * 0.3)] for c in range(4)]
         assert not set(loader.plan.ids) & set(np.concatenate(easiest))
     else:

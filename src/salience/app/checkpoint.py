@@ -7,6 +7,7 @@
     out/names.npz      the file of every sample, likewise
     out/copies.npz     near-copies, where they were looked for
     out/run.jsonl      the event log
+    out/scorer/        questions to a scorer elsewhere and its answers, with --remote-scores
     out/lock           id of the process that writes here now; removed when it ends
 
 A checkpoint is read with `weights_only=True` alone: loading one from a stranger runs no code of theirs.
@@ -32,6 +33,7 @@ from salience.files import atomic, read_npz, write_npz
 
 LAST, PREVIOUS, PART, DAMAGED = "last.pt", "previous.pt", "last.pt.part", "last.pt.damaged"
 LEDGER, LOG, NAMES, COPIES, LOCK = "ledger.npz", "run.jsonl", "names.npz", "copies.npz", "lock"
+SCORER = "scorer"
 FORMAT, NAMES_FORMAT = "salience-checkpoint-1", "salience-names-1"
 FIXED_SETTINGS = ("model", "epochs", "batch_size", "lr", "weight_decay", "size", "seed")
 """Settings that cannot change during a run; the loader takes care of `select`."""

@@ -129,7 +129,8 @@ class Training:
         self.parallel = Parallel(self.model, self.config, ranks, device)
         self.trained, self.optimizer = self.parallel.trained, self.parallel.optimizer
         self.loader = self._make_loader(fresh=saved is None)
-        self.loader.attach(self.model, features=not config.select)
+        elsewhere = self.folder / checkpoint.SCORER if config.remote_scores else False
+        self.loader.attach(self.model, features=not config.select, background=elsewhere)
         self._keeps_tests = 3 * data.size**2 * data.tested <= MAX_KEPT_TEST_BYTES
         self._tests: list[tuple[Tensor, Tensor]] = []
         self.test = DataLoader(

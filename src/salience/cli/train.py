@@ -37,6 +37,7 @@ HELP = {
     "cache": "memory for the bytes of images, read ahead of the plan (4GiB); without it, none",
     "treat": "which images are decoded anew: reuse, echo or auto; without it, all at every visit",
     "max_broken": "share of the images that may be broken, others standing in for them",
+    "remote_scores": "take in what `salience score` finds, a process near the data that watches --out",
     "auto": "measure the run and keep what makes it faster; training stays what it is",
     "balance": "under torchrun: give each rank the part of every batch that fits its speed",
     "sync": "under torchrun: how gradients travel, a mode of salience.sync such as auto, bf16, topk or local",

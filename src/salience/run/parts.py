@@ -26,6 +26,7 @@ from salience.run.recording import Recording
 from salience.run.selection import Select
 from salience.run.sensing import Sensing
 from salience.run.watching import Watching, open_sinks
+from salience.select.presets import PRESETS
 from salience.select.reference import Opinion, reference_of
 from salience.select.steering import Paths
 
@@ -75,6 +76,11 @@ class Parts:
         self.recording = Recording(self.setup, self.voice, ledger)
         self.copying = Copying(self.setup, self.voice, self.planning.pipeline, embeddings)
         given = None if reference is None else reference_of(reference, n)
+        if given is not None and self.planning.config == PRESETS["fine_pruning"]:
+            self.voice.warn(
+                "'fine_pruning' is now the published rule and asks no reference; the rule of that name before is "
+                "'coarse_to_fine'."
+            )
         self.balancing = None
         if balance or costs is not None:
             self.balancing = Balancing(self.setup, self.voice, self.watching.steps, costs, by_speed=balance)

@@ -13,9 +13,10 @@ import torch
 
 from salience.config import SelectConfig
 from salience.errors import ConfigError
-from salience.ledger import COLUMNS, Ledger
+from salience.ledger import COLUMNS, Ledger, merge
 from salience.ledger.copies import Copies
 from salience.plan import Plan, Shard, Trace
+from salience.run.fixed import Fixed, told
 from salience.run.order import Drawn, PlainOrder
 from salience.run.part import Part, Setup, Voice
 from salience.run.selection import Select, at_mean_share, of_steps, resolve
@@ -52,6 +53,8 @@ class Planning(Part):
         if setup.epochs is None and self.config is not None:
             raise ConfigError("select needs epochs=: the number of passes you will make, so that it can pace itself.")
         self._setup, self._voice, self._has_baseline = setup, voice, baseline is not None
+        self.fixed: Fixed | None = None
+        """The subset of a static selection."""
         self.trace = trace
         """Where plans are recorded; None = nowhere."""
         self.order = order or PlainOrder(setup.n, seed=setup.seed)
@@ -67,6 +70,7 @@ class Planning(Part):
         """The plain order of the epoch in progress."""
         if isinstance(self.config, SelectConfig):
             self.pipeline = self._pipeline(self.config)
+            self.fixed = Fixed(self.config, setup, even=even) if self.config.mode == "static" else None
             self._steering = self._make_steering(baseline)
         elif isinstance(self.config, Trace):
             self.config.check(setup.n, setup.windows)
@@ -82,19 +86,25 @@ class Planning(Part):
         copies: Copies | None = None,
         stock: Stock | None = None,
         worker_seed: bool = True,
+        learnt_loss: float | None = None,
     ) -> Plan:
         """The plan of `window`, the same on every rank."""
         setup = self._setup
         if self.pipeline is not None:
             assert setup.epochs is not None
             self.pipeline.reference = reference
+            if self.fixed is not None and (plan := self.fixed.later(window, stock)) is not None:
+                return plan
             epoch, piece = divmod(window, setup.pieces)
+            opinions = () if self.fixed is None else self.fixed.opinions
             plan = self.pipeline.plan(
-                ledger, window=epoch, windows=setup.epochs, piece=piece, pieces=setup.pieces,
+                merge(opinions) if opinions else ledger, window=epoch, windows=setup.epochs, piece=piece, pieces=setup.pieces,
                 batch_size=setup.global_batch, world=setup.world, seed=setup.seed, drop_last=setup.drop_last,
-                steered=self._share, copies=copies, stock=stock,
+                steered=self._share, copies=copies, stock=stock, opinions=opinions, learnt_loss=learnt_loss,
             )  # fmt: skip
             self._check_known(ledger, plan)
+            if self.fixed is not None:
+                self.fixed.choose(plan, scored=bool(self.pipeline.scores))
             short = setup.drop_last and len(plan) < plan.batch_size  # nothing would be left of it
             if self._even or short:
                 plan = of_steps(plan, 1 if short else self.steps(window), generator(setup.seed, EVEN, window))
@@ -109,6 +119,12 @@ class Planning(Part):
             )  # fmt: skip
         self._left_out = sum(note.dropped for note in plan.notes if note.name == "noise") / setup.n
         return plan
+
+    def report(self) -> str:
+        if self.pipeline is None:
+            return ""
+        visits = self.total_visits if self.pipeline.exact else None
+        return told(self.fixed, visits, self._setup.n * (self._setup.epochs or 0))
 
     def _check_known(self, ledger: Ledger, plan: Plan) -> None:
         """Raise ConfigError where a window after the first would be selected by scores that know nothing."""
@@ -388,6 +404,7 @@ class Planning(Part):
             "steering": None if self._steering is None else self._steering.state_dict(),
             "switched_off": sorted(self.pipeline.off) if self.pipeline else [],
             "left_out": self._left_out,
+            "subset": None if self.fixed is None else self.fixed.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -399,3 +416,5 @@ class Planning(Part):
         if self._steering is not None:
             self._steering.load_state_dict(state["steering"])
         self._left_out = float(state["left_out"])
+        if self.fixed is not None:
+            self.fixed.load_state_dict(state.get("subset"))

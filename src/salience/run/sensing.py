@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +17,9 @@ from torch import Tensor, nn
 from salience.errors import ConfigError, Misattributed, PluginError, StateError
 from salience.ledger import Recorder
 from salience.ledger.embeddings import Embeddings
-from salience.ledger.statistics import LOGIT_ROWS, finish
+from salience.ledger.statistics import finish
 from salience.plan import Shard
+from salience.ranks import Ranks
 from salience.run.part import Batch, Part, Setup, Voice
 from salience.seeds import TIES, generator
 from salience.select.reference import reference_of
@@ -23,8 +27,11 @@ from salience.select.view import Reference
 from salience.signals import Attached
 from salience.signals.ghost import Extent
 from salience.signals.proxy import Proxy
-from salience.signals.scorer import Scorer, stalest
+from salience.signals.remote import RemoteScorer
+from salience.signals.scorer import SCORE_ROWS, Found, Ids, Scorer, stalest
 from salience.watch import Stopwatch
+
+_NOTHING_FOUND: Found = (np.empty(0, dtype=np.int64), np.empty((len(SCORE_ROWS), 0), dtype=np.float32), 0)
 
 MakeScorer = Callable[[nn.Module, torch.device | str], Scorer]
 
@@ -42,7 +49,11 @@ class Sensing(Part):
         """The reference as the user gave it."""
         self.attached: Attached | None = None
         self.proxy: Proxy | None = None
-        self.scorer: Scorer | None = None
+        self.scorer: Scorer | RemoteScorer | None = None
+        self._scores_come = False
+        """True while the ranks exchange what their scorers found, which goes on where one of them was lost."""
+        self._ratio: Tensor | None = None
+        """|gradient|^2 over that of the last layer, in the step before this one; None = not known, or no norms are taken."""
         self._waiting: Mapping[str, Any] | None = None
         """The state of a resumed run's proxy that was not attached yet."""
 
@@ -56,18 +67,17 @@ class Sensing(Part):
         takes_features: bool,
         proxy: nn.Module | None,
         proxy_optimizer: torch.optim.Optimizer | None,
-        background: torch.device | str | bool,
+        background: torch.device | str | bool | Path,
         make_scorer: MakeScorer | None,
     ) -> None:
         """Put hooks on the model; see `Loader.attach`."""
         world = self._setup.world
-        if world > 1 and (proxy is not None or background):
-            raise ConfigError(
-                f"attach: proxy= and background= work in one process, and this run has {world} ranks; leave them out."
-            )
+        if world > 1 and proxy is not None:
+            raise ConfigError(f"attach: proxy= works in one process, and this run has {world} ranks; leave it out.")
         if proxy is None and proxy_optimizer is not None:
             raise ConfigError("attach: proxy_optimizer= came without proxy=, the model it trains.")
-        if background is not False and make_scorer is None:
+        remote = isinstance(background, Path)
+        if background is not False and make_scorer is None and not remote:
             raise ConfigError("attach: background= needs the data set, which only salience.Loader has; leave it out.")
         self.detach()
         self.attached = Attached(model, grad_norm=grad_norm, every=every, features=takes_features)
@@ -75,9 +85,14 @@ class Sensing(Part):
         if proxy is not None:
             self.proxy = Proxy(model, proxy, proxy_optimizer, self._setup.n)
             self._resume_proxy(self._waiting)
-        if background is not False and make_scorer is not None:
+        if background is not False:
+            self._scores_come = True
             try:
-                self.scorer = make_scorer(model, "cpu" if background is True else background)
+                if isinstance(background, Path):
+                    first = self._setup.rank == 0  # it alone asks the scorer elsewhere, about all samples
+                    self.scorer = RemoteScorer(model, background, n=self._setup.n) if first else None
+                elif make_scorer is not None:
+                    self.scorer = make_scorer(model, "cpu" if background is True else background)
             except ConfigError:
                 raise
             except Exception as cause:
@@ -97,6 +112,7 @@ class Sensing(Part):
         """Take the hooks off the model, and let go of the proxy and the background scorer."""
         self.take()
         self.end_scorer()
+        self._scores_come, self._ratio = False, None
         proxy, self.proxy = self.proxy, None
         if proxy is not None:
             proxy.close()
@@ -163,6 +179,7 @@ class Sensing(Part):
                     "batch's delivery and loss(). Attach the model that makes the losses, not compiled by torch.compile."
                 )
             else:
+                self._ratio = step.ratio
                 self._recorder.norms(step.ids, squares, step.scale, step.kept, window=step.window)
 
     # --- the proxy ---
@@ -215,24 +232,48 @@ class Sensing(Part):
     # --- the background scorer ---
 
     def _take_scores(self) -> None:
-        """Enter what the background scorer has found by now: seen, not trained."""
-        if self.scorer is None:
+        """Enter what the background scorers of all ranks have found by now: seen, not trained."""
+        if self.scorer is None and not (self._scores_come and self._setup.ranks is not None):
             return
-        ledger = self._recorder.ledger
+        found = _NOTHING_FOUND
         try:
             with self._watch("scorer"):
-                ids, values, window = self.scorer.take()
-                waited = ledger.last_seen[ids] < window
-                ids, rows = ids[waited], finish(dict(zip(LOGIT_ROWS, values[:, waited], strict=True)))
-                if (ledger.label >= 0).any():
-                    ledger.check_labels(ids, rows["target"].astype(np.int32))
-                if not (ledger.guess >= 0).any():  # loss() is given no logits: then scores go by the loss
-                    rows = {"loss": rows["loss"]}
-                self._recorder.bad += ledger.record(ids, rows, window=window, trained=False, unique=True)
-        except (PluginError, Misattributed) as cause:
+                found = found if self.scorer is None else self.scorer.take()
+        except PluginError as cause:
             self._drop_scorer(f"was lost: {cause}", cause)
-        else:
-            self._voice.events.emit("scored", window=window, samples=len(ids))
+        ratio = math.nan if self._ratio is None else float(self._ratio)
+        of_all, ratios = [found], [ratio]
+        if self._setup.ranks is not None:
+            of_all, ratios = _gathered(self._setup.ranks, found, ratio)
+        ratio = float(np.nanmedian(ratios)) if np.isfinite(ratios).any() else math.nan
+        trouble: Exception | None = None
+        if self._setup.ranks is None or self._setup.ranks.leads_node:
+            try:
+                for ids, values, window in of_all:
+                    self._enter_scores(ids, values, window, math.sqrt(ratio))
+            except Misattributed as cause:
+                trouble = cause
+        if self._setup.ranks is not None:  # nobody reads the ledger before it is entered
+            self._setup.ranks.barrier()
+        if trouble is not None:
+            self._drop_scorer(f"was lost: {trouble}", trouble)
+        elif self.scorer is not None:
+            self._voice.events.emit("scored", window=of_all[0][2], samples=sum(len(ids) for ids, *_ in of_all))
+
+    def _enter_scores(self, ids: Ids, values: npt.NDArray[np.float32], window: int, ratio: float) -> None:
+        """Enter scores of `window`; `ratio` is that of a gradient's norm to its part in the last layer, NaN = not known."""
+        ledger = self._recorder.ledger
+        waited = ledger.last_seen[ids] < window
+        ids, rows = ids[waited], dict(zip(SCORE_ROWS, values[:, waited], strict=True))
+        norms = rows.pop("forward_norm") * np.float32(ratio)
+        rows = finish(rows)
+        if (ledger.label >= 0).any():
+            ledger.check_labels(ids, rows["target"].astype(np.int32))
+        if not (ledger.guess >= 0).any():  # loss() is given no logits: then scores go by the loss
+            rows = {"loss": rows["loss"]}
+        self._recorder.bad += ledger.record(ids, rows, window=window, trained=False, unique=True)
+        known = np.isfinite(norms)
+        ledger.grad_norm[ids[known]] = norms[known]
 
     def ask_scores(self, picked: npt.NDArray[np.int64], window: int) -> None:
         """Ask the background scorer for the stalest samples that this window does not visit, with the current weights."""
@@ -241,7 +282,10 @@ class Sensing(Part):
         try:
             with self._watch("scorer"):
                 rng = generator(self._setup.seed, TIES, window)
-                self.scorer.ask(stalest(picked, self._recorder.ledger.last_seen, rng), window=window)
+                stale = stalest(picked, self._recorder.ledger.last_seen, rng)
+                if isinstance(self.scorer, Scorer):  # each rank has its own
+                    stale = stale[self._setup.rank :: self._setup.world]
+                self.scorer.ask(stale, window=window)
         except PluginError as cause:
             self._drop_scorer(f"was lost: {cause}", cause)
 
@@ -249,7 +293,8 @@ class Sensing(Part):
         """Stop the background scorer."""
         scorer, self.scorer = self.scorer, None
         if scorer is not None:
-            scorer.close()
+            with contextlib.suppress(PluginError):  # where the folder is gone, nobody listens
+                scorer.close()
 
     def _drop_scorer(self, why: str, cause: Exception) -> None:
         self.end_scorer()
@@ -266,3 +311,18 @@ class Sensing(Part):
         if self.attached is not None:
             self.attached.take()  # of steps after the state was saved
         self._resume_proxy(state["proxy"])
+
+
+def _gathered(ranks: Ranks, found: Found, ratio: float) -> tuple[list[Found], list[float]]:
+    """What every rank found, and its ratio; ids and float32 travel exactly as float64."""
+    ids, values, window = found
+    mine = np.concatenate(([window, ratio], ids, values.ravel())).astype(np.float64)
+    of_all: list[Found] = []
+    ratios: list[float] = []
+    for part in ranks.all_gather_ragged(torch.from_numpy(mine), name="scores"):
+        row = part.numpy()
+        count = (len(row) - 2) // (1 + len(SCORE_ROWS))
+        theirs = row[2 + count :].astype(np.float32).reshape(len(SCORE_ROWS), count)
+        of_all.append((row[2 : 2 + count].astype(np.int64), theirs, int(row[0])))
+        ratios.append(float(row[1]))
+    return of_all, ratios

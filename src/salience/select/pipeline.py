@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from salience.plan import Note, Plan
 from salience.registry import find
 from salience.seeds import PLAN, generator
 from salience.select.batching import Batching, filled, members, trimmed
+from salience.select.drawing import choose_outside
 from salience.select.fetching import Exchange, Rng, Stock, exchange, exchange_note, refresh_set, resident_first
 from salience.select.plugins import Plugin, checked_draw, checked_score, checked_verdict, plugin_of
 from salience.select.ranks import rank_normalise
@@ -76,6 +77,10 @@ class Pipeline:
         return self.config.fetch is None and all(plugin.card.exact for plugin in (*self.plugins, self.curve))
 
     def keep(self, clock: Clock) -> float:
+        if self.config.mode == "static":
+            if clock.window < self.config.scored_for:
+                return 1.0
+            clock = replace(clock, window=max(self.config.scored_for, clock.windows // 2), steered=None)
         share = float(self.curve.call(clock, **self.curve.options))
         if not 0 < share <= 1:
             raise ConfigError(f"The curve {self.curve.name!r} gave {share} for window {clock.window}; allowed: (0, 1].")
@@ -101,13 +106,16 @@ class Pipeline:
         copies: Copies | None = None,
         stock: Stock | None = None,
         judged: Any = None,
+        opinions: Sequence[Ledger] = (),
+        learnt_loss: float | None = None,
     ) -> Plan:
         """A pure function of its arguments (and of config, reference and which plug-ins are off).
 
         `batch_size` is that of a full window over all `world` ranks. Where an epoch is planned in `pieces`, `window` and
         `windows` count epochs, and this plan is over the members of one piece.
         `copies` are the near-copies known, `stock` says where the bytes of the samples are, and `judged` is the judgement of
-        the labels if it was already made for this ledger.
+        the labels if it was already made for this ledger. Scores are means over the `opinions`, where there are any.
+        `learnt_loss` is what a probe of gradients found.
         """
         for plugin in self.plugins:
             if "reference" in plugin.card.needs and self.reference is None:
@@ -115,7 +123,7 @@ class Pipeline:
         keep = self.keep(Clock(window=window, windows=windows, steered=steered))
         among = members(ledger.n, window, piece, pieces)
         window, windows = window * pieces + piece, windows * pieces
-        clock = Clock(window=window, windows=windows, steered=steered, keep=keep)
+        clock = Clock(window=window, windows=windows, steered=steered, keep=keep, learnt_loss=learnt_loss)
         view = View(ledger, clock, self.reference, copies, judged, seed)
         rng = generator(seed, PLAN, window)
         sifted = self._filter(view) if pieces == 1 else _within(self._filter(view), among, ledger.n)
@@ -124,9 +132,9 @@ class Pipeline:
         granted = max(1, round(clock.keep * len(among)))
         batch, everything = batching.batch(granted, len(among)), granted >= len(among)
         budget = len(among) if everything else batching.visits(granted, len(among), last=last)
-        importance, raw = self._score(view)
-        ids, weights, unbiased = self._draw(view, sifted, importance, raw, budget, rng)
-        notes = sifted.notes
+        importance, raw = self._score(view) if not opinions else self._mean_score(clock, opinions, seed)
+        ids, weights, unbiased, note = self._draw(view, sifted, importance, raw, budget, batch, rng)
+        notes = sifted.notes if note is None else (*sifted.notes, note)
         if self.config.fetch is not None and not everything:
             ids, weights, note = self._fetch(view, sifted, importance, ids, weights, stock, rng)
             notes = (*notes, self._withdrawn(note) if unbiased else note)
@@ -143,7 +151,7 @@ class Pipeline:
         else:
             order = rng.permutation(len(ids))
             ids, weights = ids[order], weights[order]
-        if self.config.fetch is not None and stock is not None:
+        if stock is not None:
             order = resident_first(ids, stock.resident, batch)
             ids, weights = ids[order], weights[order]
         if up:
@@ -258,6 +266,14 @@ class Pipeline:
         total = sum(weight for weight, _ in ranks)
         return sum(np.float32(weight / total) * rank for weight, rank in ranks), raw  # pyright: ignore[reportReturnType]
 
+    def _mean_score(self, clock: Clock, opinions: Sequence[Ledger], seed: int) -> tuple[Floats, Floats]:
+        """The same, as the mean over several ledgers of the raw scores of each (Data Diet, Paul et al. 2021)."""
+        raws = np.stack([self._score(View(opinion, clock, self.reference, seed=seed))[1] for opinion in opinions])
+        known = ~np.isnan(raws)
+        total, count = np.where(known, raws, 0).sum(axis=0), known.sum(axis=0)
+        raw = np.where(count > 0, total / np.maximum(count, 1), np.nan).astype(np.float32)
+        return rank_normalise(raw), raw
+
     def _draw(
         self,
         view: View,
@@ -265,13 +281,17 @@ class Pipeline:
         importance: Floats,
         raw: Floats,
         budget: int,
+        batch: int,
         rng: np.random.Generator,
-    ) -> tuple[np.ndarray, Floats, bool]:
+    ) -> tuple[np.ndarray, Floats, bool, Note | None]:
         """Ids and weights: the forced samples first (the longest waiting, where the budget does not hold all).
 
-        True if the weights are those of an unbiased gradient over all samples that may be visited.
+        True if the weights are those of an unbiased gradient over all samples that may be visited. A sampler that sets its
+        own budget is asked whatever is left of the curve's, and a note says what it did; if that and the forced samples do
+        not fill a batch, others at random do.
         """
         allowed, forced = sifted.allowed, sifted.forced
+        own = not self.sampler.card.exact
         musts = np.empty(0, dtype=np.int64) if forced is None else np.flatnonzero(forced)
         if len(musts) > budget:
             waiting = view.age[musts] + rng.random(len(musts))
@@ -283,10 +303,11 @@ class Pipeline:
             free = ~forced if allowed is None else allowed & ~forced
         ids = np.arange(view.n) if free is None else np.flatnonzero(free)
         budget = min(budget - len(musts), len(ids))
-        if view.clock.keep >= 1 or budget >= len(ids) > 0:
+        note = None
+        if view.clock.keep >= 1 or (budget >= len(ids) > 0 and not own):
             draw, temper = Draw(positions=np.arange(len(ids))[:budget]), 1.0
             inclusion = np.ones(budget, dtype=np.float32)
-        elif budget <= 0:
+        elif not len(ids) or (budget <= 0 and not own):
             draw, temper, inclusion = Draw(positions=np.empty(0, dtype=np.int64)), None, None
         else:
             whole = free is None
@@ -299,14 +320,24 @@ class Pipeline:
             )
             draw, temper = self._sample(candidates, budget, rng)
             inclusion = draw.inclusion
-        drawn = ids[draw.positions]
+            if own or draw.note:
+                found = draw.note or f"sets its own budget: {len(draw.positions):,} of {len(ids):,}"
+                found += f"; the curve grants {budget:,}" if own else ""
+                note = Note(name=self.sampler.name, dropped=len(ids) - len(draw.positions), forced=0, reason=found)
+        positions = draw.positions
+        lacking = min(batch - len(musts) - len(positions), len(ids) - len(positions))
+        if own and inclusion is None and lacking > 0:
+            taken = np.zeros(len(ids), dtype=bool)
+            taken[positions] = True
+            positions = np.concatenate((positions, choose_outside(rng, taken, lacking)))
+        drawn = ids[positions]
         if temper is not None and inclusion is not None:
             inclusion = np.concatenate((np.ones(len(musts), dtype=np.float32), inclusion))
         else:
             inclusion = None
         chosen = np.concatenate((musts, drawn)) if len(musts) else drawn
         weights = loss_weights(inclusion, len(chosen), len(ids) + len(musts), 1.0 if temper is None else temper)
-        return chosen, weights, inclusion is not None and temper == 1.0
+        return chosen, weights, inclusion is not None and temper == 1.0, note
 
     def _sample(self, candidates: Candidates, budget: int, rng: np.random.Generator) -> tuple[Draw, float | None]:
         """What the sampler draws, and the exponent on its weights; None if there are no weights."""

@@ -64,8 +64,14 @@ PRESETS: dict[str, SelectConfig] = {
     "proxy": SelectConfig(
         scores=(Use(name="proxy"),), sampler=_use("ratio", explore=0.0), keep=_use("constant", share=0.5)
     ),
-    # Ours: the easiest of every class by the reference go once and for all, the rest is selected window by window.
+    # Data fine-pruning: for a few epochs at a time, the highest losses rest.
     "fine_pruning": SelectConfig(
+        scores=(Use(name="loss"),),
+        sampler=_use("lowest"),
+        keep=_use("alternate", drop=0.25, prune=4, regular=3),
+    ),
+    # Ours: the easiest of every class by the reference go once and for all, the rest is selected window by window.
+    "coarse_to_fine": SelectConfig(
         filters=(_use("coarse", drop=0.3),),
         scores=(Use(name="ema_loss"),),
         sampler=_use("ratio", explore=0.05),

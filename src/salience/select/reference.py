@@ -58,7 +58,7 @@ def inconsistency(ledger: Ledger) -> Floats:
 def _opinion(opinion: Any, n: int) -> tuple[Floats, Floats]:
     """Loss and hardness in one network's own units, float32 [n] each."""
     if isinstance(opinion, (str, Path)):
-        opinion = ledgers.load(_ledger_file(Path(opinion)))
+        opinion = ledgers.load(ledger_file(opinion))
     if isinstance(opinion, Ledger):
         loss, hardness = opinion.mean_loss.copy(), inconsistency(opinion)
     else:
@@ -75,7 +75,9 @@ def _opinion(opinion: Any, n: int) -> tuple[Floats, Floats]:
     return loss, hardness
 
 
-def _ledger_file(path: Path) -> Path:
+def ledger_file(path: str | Path) -> Path:
+    """The ledger at `path`: the file itself, or the one of a run's folder."""
+    path = Path(path)
     if not path.is_dir():
         return path
     if not (path / "ledger.npz").exists():

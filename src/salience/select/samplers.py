@@ -12,6 +12,8 @@ from salience.select.view import Candidates, Draw, Floats
 
 Rng = np.random.Generator
 
+MIN_SHARE_OVER_THRESHOLD = 0.1
+"""Share of the curve's budget that `threshold` visits at least."""
 OVERDUE_WINDOWS = 4
 """When samples are drawn at random, those that waited this many windows come first."""
 
@@ -39,13 +41,31 @@ def ratio(candidates: Candidates, budget: int, rng: Rng, *, explore: float = 0.1
 
 
 @card(exact=False)
-def threshold(candidates: Candidates, budget: int, rng: Rng, *, above: float = 0.5) -> Draw:
+def threshold(candidates: Candidates, budget: int, rng: Rng, *, above: float | str = 0.5) -> Draw:
     """All samples whose score, not its rank, is over `above`: a threshold on the value, which sets its own budget.
 
-    Samples never seen are over it. Where none is, as many as the budget holds are drawn at random.
+    Samples never seen are over it. Where fewer than a tenth of the curve's budget are, others drawn at random make up that
+    tenth. "auto" is for scores that are losses: the loss under which the run's own probe found the gradient near zero; until
+    there is one, all samples are visited.
     """
-    over = np.flatnonzero(~(candidates.raw <= above))
-    return Draw(positions=over if len(over) else choose(rng, len(candidates), budget))
+    if above != "auto" and (isinstance(above, (str, bool)) or not np.isfinite(above)):
+        raise ConfigError(f"threshold: above is {above!r}; it must be a finite number or 'auto'.")
+    value = candidates.view.clock.learnt_loss if above == "auto" else float(above)
+    if value is None:
+        return Draw(positions=np.arange(len(candidates)), note="not calibrated yet: all of them")
+    over = ~(candidates.raw <= value)
+    count = int(np.count_nonzero(over))
+    fill = max(0, round(MIN_SHARE_OVER_THRESHOLD * budget) - count)
+    note = f"{count:,} of {len(candidates):,} score over {value:.4g}{f', {fill:,} more at random' if fill else ''}"
+    return Draw(positions=np.concatenate((np.flatnonzero(over), choose_outside(rng, over, fill))), note=note)
+
+
+def lowest(candidates: Candidates, budget: int, rng: Rng) -> Draw:
+    """The samples with the lowest scores: those with the highest are left out. Samples never seen count as lowest.
+
+    The half of data fine-pruning that says which samples rest (Li et al. 2018); when they do is said by the curve `alternate`.
+    """
+    return Draw(positions=np.flatnonzero(top(-np.nan_to_num(candidates.raw, nan=-np.inf), budget, rng)))
 
 
 @card(unbiased=True)

@@ -32,6 +32,8 @@ class Clock:
     """Share of the samples the life-cycle curve grants this window."""
     steered: float | None = None
     """Share that `keep = "auto"` was steered to; None where nothing steers."""
+    learnt_loss: float | None = None
+    """Loss under which nine tenths of a sample's gradient are near zero, by the run's probe; None where none was made."""
 
     @property
     def time(self) -> float:
@@ -184,3 +186,5 @@ class Draw:
     temper: float | None = None
     """Exponent on the loss weights 1 / p: 1 is unbiased, less prefers what is drawn often; None: 1 if the sampler's card
     says `unbiased`, else no weights."""
+    note: str = ""
+    """What it did, for the notes of the plan."""

@@ -83,6 +83,8 @@ class BackwardStep:
     scale: Tensor | None = None
     """d(what was differentiated) / d(loss of the sample): weights, means and a gradient scaler in one, [B]."""
     squares: list[Tensor] = field(default_factory=list[Tensor])
+    ratio: Tensor | None = None
+    """Median over the samples of |gradient|^2 over that of the last layer, once finished; None where that is no Linear."""
     trouble: Exception | None = None
     seconds: float = 0.0
 
@@ -114,16 +116,22 @@ class BackwardStep:
 
     def finish(self) -> Tensor | None:
         """|d loss_i / d parameters|^2 times scale_i^2 for each of the losses, [B], once all gradients are there."""
-        for calls in self.calls.values():
+        last, of_last = next(reversed(self.calls), None), None
+        for name, calls in self.calls.items():
             late = [call for call in calls if not call.at_once and call.gradient is not None]
             for rows in {len(call.given) for call in late}:
                 self._add([call for call in late if len(call.given) == rows])
+            if name == last and len(late) == 1 and isinstance(late[0].layer, nn.Linear) and self.trouble is None:
+                of_last = self.squares[-1]
         self.calls = {}
         if self.scale is None or self.ids is None or not self.squares:
             return None
         kept, whole, device = self.kept, len(self.ids), self.scale.device
         squares = [s if kept is None or len(s) != whole else s[kept.to(s.device)] for s in self.squares]
-        return functools.reduce(torch.add, [s.to(device) for s in squares])
+        total = functools.reduce(torch.add, [s.to(device) for s in squares])
+        if of_last is not None and len(of_last) == len(total):
+            self.ratio = (total / of_last.to(device).clamp_min(TINY)).median()
+        return total
 
 
 class Attached:
@@ -268,6 +276,7 @@ class _Hook:
 
 
 _NOTHING = torch.empty(0)
+TINY = float(torch.finfo(torch.float32).tiny)
 
 
 def _remove(hooks: Mapping[str, RemovableHandle]) -> None:

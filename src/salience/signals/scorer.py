@@ -31,9 +31,13 @@ from salience.ledger.statistics import LOGIT_ROWS, reduce_batch
 from salience.memory import Memory, fence
 
 Ids = npt.NDArray[np.int64]
+Found = tuple[Ids, npt.NDArray[np.float32], int]
+"""Ids, their SCORE_ROWS and the window at whose start they were asked for."""
 
 MAX_REFRESH_SHARE = 0.25
 """Largest share of the samples not picked in a window that is scored in it: the refresh set."""
+SCORE_ROWS = (*LOGIT_ROWS, "forward_norm")
+"""What comes back for each sample."""
 SECONDS_WITHOUT_SCORE = 300.0
 """Seconds without a single score after which the scorer is given up."""
 
@@ -50,23 +54,57 @@ def stalest(
     return ids[waited[: math.ceil(share * len(ids))]]
 
 
+class LastLinear:
+    """What the Linear that runs last in a model's forward pass is given."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.given: Tensor | None = None
+        self.bias, self.width = 0.0, 0
+        linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        self._hooks = [module.register_forward_hook(self._ran) for module in linears]
+
+    def _ran(self, module: nn.Linear, given: tuple[Tensor, ...], gave: Tensor) -> None:
+        self.given, self.bias, self.width = given[0], float(len([*module.parameters()]) > 1), module.out_features
+
+    def remove(self) -> None:
+        """Take the hooks off the model again."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def forward_norm(logits: Tensor, targets: Tensor, given: Tensor | None, bias: float = 1.0) -> Tensor:
+    """Norm of the gradient of cross-entropy in the last Linear, |p - y| sqrt(|h|^2 + 1), from a forward pass alone, [B].
+
+    h is what that layer was given. It ranks samples nearly as the norm over all layers does (benchmarks/criteria_grand.py).
+    NaN where the last Linear did not make these logits from one vector per sample.
+    """
+    if given is None or given.dim() != 2 or len(given) != len(logits):
+        return torch.full((len(logits),), math.nan, device=logits.device)
+    inside = targets.clamp(0, logits.shape[1] - 1)
+    residual = logits.softmax(1).scatter_add(1, inside[:, None], -torch.ones_like(logits[:, :1]))
+    h = given.float()
+    norm = (torch.linalg.vecdot(residual, residual) * (torch.linalg.vecdot(h, h) + bias)).sqrt()
+    return torch.where(inside == targets, norm, math.nan)
+
+
 @torch.no_grad()
-def score(model: nn.Module, batch: Any, count: int, device: torch.device) -> Tensor:
-    """The rows of `reduce_batch` for a collated batch (inputs, integer targets): cross-entropy and logits, [9, count]."""
+def score(model: nn.Module, last: LastLinear, batch: Any, count: int, device: torch.device) -> Tensor:
+    """SCORE_ROWS for a collated batch (inputs, integer targets): cross-entropy, logits and gradient norm, [rows, count]."""
     targets = integer_targets(batch, count)
     if targets is None or not isinstance(batch, (tuple, list)):
         raise DataError("the background scorer needs batches (inputs, ..., targets) with one integer class per sample")
     inputs: Any = batch[0]
     targets = targets.to(device)
     logits = model(inputs.to(device)).float()
-    return reduce_batch(F.cross_entropy(logits, targets, reduction="none"), logits, targets)[1].cpu()
+    rows = reduce_batch(F.cross_entropy(logits, targets, reduction="none"), logits, targets)[1]
+    return torch.cat((rows, forward_norm(logits, targets, last.given, last.bias)[None])).cpu()
 
 
 class _Board:
     """What both processes see, in one piece of shared memory."""
 
     def __init__(self, weight_bytes: int, most: int) -> None:
-        size = 8 * (2 + most) + 4 * len(LOGIT_ROWS) * most
+        size = 8 * (2 + most) + 4 * len(SCORE_ROWS) * most
         self.__setstate__((Memory(_aligned(size) + max(1, weight_bytes)), most))
 
     def __getstate__(self) -> tuple[Memory, int]:
@@ -76,13 +114,13 @@ class _Board:
         self._memory, self._most = memory, most = state
         whole = torch.from_numpy(memory.array(np.uint8, memory.size))
         after = 16 + 8 * most
-        end = after + 4 * len(LOGIT_ROWS) * most
+        end = after + 4 * len(SCORE_ROWS) * most
         self.counts = whole[:16].view(torch.int64)
         """Questions taken and samples done, int64 [2]; only the scorer writes it."""
         self.ids = whole[16:after].view(torch.int64)
         """Ids asked for, int64 [most]."""
-        self.values = whole[after:end].view(torch.float32).view(len(LOGIT_ROWS), most)
-        """Scores of the first `done` of them, float32 [9, most]."""
+        self.values = whole[after:end].view(torch.float32).view(len(SCORE_ROWS), most)
+        """Scores of the first `done` of them, float32 [rows, most]."""
         self.weights = whole[_aligned(end) :]
         """Parameters and buffers one after the other, uint8."""
 
@@ -131,8 +169,8 @@ class Scorer:
         taken, done = self._board.counts.tolist()
         return done if taken == self._asked else 0
 
-    def take(self) -> tuple[Ids, npt.NDArray[np.float32], int]:
-        """Ids, their rows [9, m] and the window at whose start they were asked for: what is there, however little."""
+    def take(self) -> Found:
+        """Ids, their SCORE_ROWS [rows, m] and the window at whose start they were asked for: what is there, however little."""
         try:
             if self._child.pipe.poll():  # it never sends but when it fails
                 self._child.receive()
@@ -172,7 +210,7 @@ def _work(
     torch.set_num_threads(1)
     # Pickled by our own parent a moment ago.
     model: nn.Module = torch.load(io.BytesIO(copied), map_location=device, weights_only=False).eval()
-    tensors = _tensors(model)
+    tensors, last = _tensors(model), LastLinear(model)
     places = board.places(tensors)
     while True:
         count = pipe.recv()
@@ -188,7 +226,9 @@ def _work(
                 break
             order = Order(0, ids[start : start + batch_size])
             end = start + len(order.ids)
-            board.values[:, start:end] = score(model, collate(data.__getitems__(order)).batch, len(order.ids), device)
+            board.values[:, start:end] = score(
+                model, last, collate(data.__getitems__(order)).batch, len(order.ids), device
+            )
             fence()  # the scores before their number
             board.counts[1] = end
 
