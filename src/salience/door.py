@@ -30,6 +30,7 @@ from salience.run.order import PlainOrder
 from salience.run.part import Setup, Voice, parse_count
 from salience.run.planned import check_epoch
 from salience.run.planning import Planning
+from salience.run.probing import Probing
 from salience.run.recording import Recording
 from salience.run.selection import Select
 from salience.run.sensing import MakeScorer, Sensing
@@ -87,12 +88,13 @@ class Parts:
         if balance or costs is not None:
             self.balancing = Balancing(self.setup, self.voice, self.watching.steps, costs, by_speed=balance)
         self.sensing = Sensing(self.setup, self.voice, self.recording.recorder, self.watching.watch, given)
+        self.probing = Probing(self.setup, self.voice)
 
     def run(self, **more: Any) -> Run:
         """The run they make up, with `more` parts."""
         return Run(
             self.setup, self.voice, recording=self.recording, planning=self.planning, copying=self.copying,
-            sensing=self.sensing, watching=self.watching, balancing=self.balancing, **more,
+            sensing=self.sensing, watching=self.watching, balancing=self.balancing, probing=self.probing, **more,
         )  # fmt: skip
 
 
@@ -202,6 +204,7 @@ class Door:
         proxy: nn.Module | None = None,
         proxy_optimizer: torch.optim.Optimizer | None = None,
         background: torch.device | str | bool = False,
+        probe: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Enable scores that need the model, by hooks on its layers; once more after a resume, since no state has them.
 
@@ -216,6 +219,10 @@ class Door:
         given) and targets, by `proxy_optimizer` (else SGD, learning rate 0.01, momentum 0.9); where no `reference=` was
         given, its losses are it. `background` (True, or a device instead of the CPU) scores samples that are not picked in a
         process beside the training, so that what is known of them does not age.
+
+        `probe` is (inputs, targets) of up to 256 samples. Where `evaluated(accuracy)` passes a mark (30%, 40%, ...), the
+        gradient of each of them is made in eval mode: an event says how much of it is near zero, layer by layer, and under
+        which loss nearly all of it is, which `threshold` with above="auto" then uses.
         """
         run = self._run
         if run.balancing is not None:
@@ -227,11 +234,16 @@ class Door:
             takes_features=features or searching, features=kept, proxy=proxy,
             proxy_optimizer=proxy_optimizer, background=background, make_scorer=self._make_scorer,
         )  # fmt: skip
+        if probe is None:
+            run.probing.detach()
+        else:
+            run.probing.attach(model, probe)
         run.choose_parts()
 
     def detach(self) -> None:
         """Take the hooks of `attach` off the model again, and let go of the proxy and the background scorer."""
         self._run.sensing.detach()
+        self._run.probing.detach()
         self._run.choose_parts()
 
     def evaluated(self, metric: float, **more: float) -> None:

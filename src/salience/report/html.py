@@ -16,7 +16,7 @@ from typing import Any
 from salience._version import __version__
 from salience.errors import MissingExtra, printable
 from salience.events import LeverDecided
-from salience.report import drawings, words
+from salience.report import drawings, probed, words
 from salience.report.charts import Chart
 from salience.report.compared import HEAD, Comparison, rows, sentences
 from salience.report.story import GROUPS, HARDEST, MEMBERS, SUSPECTS, Story
@@ -50,6 +50,8 @@ def page(story: Story, *, pictures: Pictures | None = None, baseline: Comparison
             drawings.by_loss(story),
             drawings.class_balance(story),
         ),
+        gradients=_drawn(probed.by_loss(story), probed.by_layer(story)),
+        learnt=probed.sentence(story),
         dropped=drawings.dropped(story),
         reasons=_reasons(story),
         bytes=drawings.bytes_sent(story),

@@ -83,6 +83,7 @@ class Planning(Part):
         copies: Copies | None = None,
         stock: Stock | None = None,
         worker_seed: bool = True,
+        learnt_loss: float | None = None,
     ) -> Plan:
         """The plan of `window`, the same on every rank."""
         setup = self._setup
@@ -93,7 +94,7 @@ class Planning(Part):
             plan = self.pipeline.plan(
                 ledger, window=epoch, windows=setup.epochs, piece=piece, pieces=setup.pieces,
                 batch_size=setup.global_batch, world=setup.world, seed=setup.seed, drop_last=setup.drop_last,
-                steered=self._share, copies=copies, stock=stock,
+                steered=self._share, copies=copies, stock=stock, learnt_loss=learnt_loss,
             )  # fmt: skip
             self._check_known(ledger, plan)
             short = setup.drop_last and len(plan) < plan.batch_size  # nothing would be left of it

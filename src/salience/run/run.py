@@ -26,6 +26,7 @@ from salience.run.feeding import Feeding
 from salience.run.labels import Targets
 from salience.run.part import Batch, Part, Setup, Voice
 from salience.run.planning import Planning
+from salience.run.probing import Probing
 from salience.run.recording import Recording, check_counts, check_losses
 from salience.run.sensing import Sensing
 from salience.run.staging import Staging, check_stages
@@ -56,6 +57,7 @@ class Run:
         copying: Copying,
         sensing: Sensing,
         watching: Watching,
+        probing: Probing,
         feeding: Feeding | None = None,
         staging: Staging | None = None,
         deciding: Deciding | None = None,
@@ -65,8 +67,8 @@ class Run:
         self.setup, self.voice, self.events = setup, voice, voice.events
         self.recording, self.planning, self.copying, self.sensing = recording, planning, copying, sensing
         self.watching, self.feeding, self.staging, self.deciding = watching, feeding, staging, deciding
-        self.balancing = balancing
-        named = deciding, feeding, staging, copying, recording, sensing, planning, watching, balancing
+        self.balancing, self.probing = balancing, probing
+        named = deciding, feeding, staging, copying, recording, sensing, probing, planning, watching, balancing
         self._all: tuple[Part, ...] = tuple(part for part in named if part is not None)
         self.course = Course()
         self.course.visits_expected = planning.total_visits
@@ -191,6 +193,7 @@ class Run:
             plan = self.planning.plan(
                 self.recording.ledger, self.course.window, reference=self.sensing.reference, copies=self.copying.found,
                 stock=None if self.feeding is None else self.feeding.stock(), worker_seed=worker_seed,
+                learnt_loss=self.probing.learnt_loss,
             )  # fmt: skip
             if self.staging is not None:
                 plan, counts = self.staging.plan(plan, self._options, self.copying.found)
@@ -313,6 +316,7 @@ class Run:
             "evaluated", metric=metric, progress=course.progress, window=course.window, visited=course.visits, **more
         )
         self.evaluations.append((course.progress, metric))
+        self.probing.evaluated(metric, course.window)
         if course.shard is not None:
             self.planning.evaluated(metric, course.progress, course.shard.plan.window)
         if self.deciding is not None:

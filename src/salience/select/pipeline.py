@@ -122,13 +122,14 @@ class Pipeline:
         copies: Copies | None = None,
         stock: Stock | None = None,
         judged: Any = None,
+        learnt_loss: float | None = None,
     ) -> Plan:
         """A pure function of its arguments (and of config, reference and which plug-ins are off).
 
         `batch_size` is that of a full window over all `world` ranks. Where an epoch is planned in `pieces`, `window` and
         `windows` count epochs, and this plan is over the members of one piece.
         `copies` are the near-copies known, `stock` says where the bytes of the samples are, and `judged` is the judgement of
-        the labels if it was already made for this ledger.
+        the labels if it was already made for this ledger. `learnt_loss` is what a probe of gradients found.
         """
         for plugin in self.plugins:
             if "reference" in plugin.card.needs and self.reference is None:
@@ -136,7 +137,7 @@ class Pipeline:
         keep = self.keep(Clock(window=window, windows=windows, steered=steered))
         among = members(ledger.n, window, piece, pieces)
         window, windows = window * pieces + piece, windows * pieces
-        clock = Clock(window=window, windows=windows, steered=steered, keep=keep)
+        clock = Clock(window=window, windows=windows, steered=steered, keep=keep, learnt_loss=learnt_loss)
         view = View(ledger, clock, self.reference, copies, judged, seed)
         rng = generator(seed, PLAN, window)
         sifted = self._filter(view) if pieces == 1 else _within(self._filter(view), among, ledger.n)

@@ -39,11 +39,18 @@ def ratio(candidates: Candidates, budget: int, rng: Rng, *, explore: float = 0.1
 
 
 @card(exact=False)
-def threshold(candidates: Candidates, budget: int, rng: Rng, *, above: float = 0.5) -> Draw:
+def threshold(candidates: Candidates, budget: int, rng: Rng, *, above: float | str = 0.5) -> Draw:
     """All samples whose score, not its rank, is over `above`: a threshold on the value, which sets its own budget.
 
-    Samples never seen are over it. Where none is, as many as the budget holds are drawn at random.
+    Samples never seen are over it. Where none is, as many as the budget holds are drawn at random. `above="auto"` is for scores
+    that are losses: the loss under which the run's own probe found the gradient near zero (`attach(model, probe=...)`); until
+    there is one, everything is over it.
     """
+    if isinstance(above, str):
+        if above != "auto":
+            raise ConfigError(f"threshold: above is {above!r}; it must be a number or 'auto'.")
+        learnt = candidates.view.clock.learnt_loss
+        above = float("-inf") if learnt is None else learnt
     over = np.flatnonzero(~(candidates.raw <= above))
     return Draw(positions=over if len(over) else choose(rng, len(candidates), budget))
 

@@ -32,6 +32,8 @@ class Clock:
     """Share of the samples the life-cycle curve grants this window."""
     steered: float | None = None
     """Share that `keep = "auto"` was steered to; None where nothing steers."""
+    learnt_loss: float | None = None
+    """Loss under which nine tenths of a sample's gradient are near zero, by the run's probe; None where none was made."""
 
     @property
     def time(self) -> float:
