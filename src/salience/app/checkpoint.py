@@ -31,6 +31,7 @@ from salience.files import atomic, read_npz, write_npz
 
 LAST, PREVIOUS, PART, DAMAGED = "last.pt", "previous.pt", "last.pt.part", "last.pt.damaged"
 LEDGER, LOG, NAMES, COPIES, LOCK = "ledger.npz", "run.jsonl", "names.npz", "copies.npz", "lock"
+HISTORY = "history.npz"
 FORMAT, NAMES_FORMAT = "salience-checkpoint-1", "salience-names-1"
 FIXED_SETTINGS = ("model", "epochs", "batch_size", "lr", "weight_decay", "size", "seed")
 """Settings a run cannot change on the way; the loader takes care of `select`."""

@@ -28,7 +28,7 @@ Pictures = Mapping[int, bytes]
 
 def page(story: Story, *, pictures: Pictures | None = None, baseline: Comparison | None = None) -> str:
     """The report of one run."""
-    return _render(
+    return rendered(
         "report.html",
         story=story,
         verdict=verdict(story),
@@ -72,7 +72,7 @@ def _drawn(*charts: Chart | None) -> list[Chart]:
 
 def comparison_page(comparison: Comparison) -> str:
     """Several runs side by side."""
-    return _render(
+    return rendered(
         "compare.html",
         comparison=comparison,
         compared=[sentences(one) for one in comparison.differences],
@@ -88,7 +88,8 @@ def data_uri(picture: bytes) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(picture).decode('ascii')}"
 
 
-def _render(template: str, **values: Any) -> str:
+def rendered(template: str, **values: Any) -> str:
+    """A page of this room, its text escaped."""
     try:
         import jinja2
     except ImportError as cause:

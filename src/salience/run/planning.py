@@ -84,6 +84,7 @@ class Planning(Part):
         stock: Stock | None = None,
         worker_seed: bool = True,
         learnt_loss: float | None = None,
+        jury: tuple[Ledger, Ledger] | None = None,
     ) -> Plan:
         """The plan of `window`, the same on every rank."""
         setup = self._setup
@@ -94,7 +95,7 @@ class Planning(Part):
             plan = self.pipeline.plan(
                 ledger, window=epoch, windows=setup.epochs, piece=piece, pieces=setup.pieces,
                 batch_size=setup.global_batch, world=setup.world, seed=setup.seed, drop_last=setup.drop_last,
-                steered=self._share, copies=copies, stock=stock, learnt_loss=learnt_loss,
+                steered=self._share, copies=copies, stock=stock, learnt_loss=learnt_loss, jury=jury,
             )  # fmt: skip
             self._check_known(ledger, plan)
             short = setup.drop_last and len(plan) < plan.batch_size  # nothing would be left of it

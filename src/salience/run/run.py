@@ -28,6 +28,7 @@ from salience.run.part import Batch, Part, Setup, Voice
 from salience.run.planning import Planning
 from salience.run.probing import Probing
 from salience.run.recording import Recording, check_counts, check_losses
+from salience.run.remembering import Remembering
 from salience.run.sensing import Sensing
 from salience.run.staging import Staging, check_stages
 from salience.run.watching import Watching
@@ -67,8 +68,10 @@ class Run:
         self.setup, self.voice, self.events = setup, voice, voice.events
         self.recording, self.planning, self.copying, self.sensing = recording, planning, copying, sensing
         self.watching, self.feeding, self.staging, self.deciding = watching, feeding, staging, deciding
-        self.balancing, self.probing = balancing, probing
-        named = deciding, feeding, staging, copying, recording, sensing, probing, planning, watching, balancing
+        self.balancing, self.probing, self.remembering = balancing, probing, Remembering(setup, recording.ledger)
+        named = (
+            deciding, feeding, staging, copying, recording, sensing, probing, self.remembering, planning, watching, balancing,
+        )  # fmt: skip
         self._all: tuple[Part, ...] = tuple(part for part in named if part is not None)
         self.course = Course()
         self.course.visits_expected = planning.total_visits
@@ -193,7 +196,7 @@ class Run:
             plan = self.planning.plan(
                 self.recording.ledger, self.course.window, reference=self.sensing.reference, copies=self.copying.found,
                 stock=None if self.feeding is None else self.feeding.stock(), worker_seed=worker_seed,
-                learnt_loss=self.probing.learnt_loss,
+                learnt_loss=self.probing.learnt_loss, jury=self.sensing.said,
             )  # fmt: skip
             if self.staging is not None:
                 plan, counts = self.staging.plan(plan, self._options, self.copying.found)
@@ -267,8 +270,8 @@ class Run:
             part.on_loss(batch, losses, kept)
         self.recording.record(batch, losses, logits, classes, kept)
         self.watching.watch.add("record", time.perf_counter() - begin)
-        if self.sensing.proxy is not None:
-            self.sensing.train_proxy(batch, kept, classes if hard else None)
+        if self.sensing.beside:
+            self.sensing.train_beside(batch, kept, classes if hard else None)
         return self.recording.weighted_mean(
             batch, losses, logits, kept, self.planning.robust, counts=counts, total=total
         )
