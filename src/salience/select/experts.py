@@ -203,11 +203,11 @@ def _logistic(columns: Doubles, target: Doubles, prior: Doubles, strength: float
         b = b - step
         if np.abs(step).max() < 1e-6:
             break
-    return b[:-1]
+    return np.asarray(b[:-1], dtype=np.float64)
 
 
 def _sigmoid(x: Doubles) -> Doubles:
-    return 1 / (1 + np.exp(-np.clip(x, -30, 30)))
+    return np.asarray(1 / (1 + np.exp(-np.clip(x, -30, 30))), dtype=np.float64)
 
 
 def families_of(view: View) -> dict[str, Any]:
