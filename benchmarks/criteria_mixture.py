@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import salience
-from planted import BATCH, CLASSES, Images, _augmented, _scaled, digits, planted, slim
+from planted import CLASSES, Images, _augmented, _scaled, digits, planted, slim
 from salience.ledger import Ledger
 from salience.select.agreement import auroc
 from salience.select.experts import EXPERTS, mixture_of
@@ -44,10 +44,10 @@ def juror(channels: int, width: int = 8) -> nn.Module:
     )  # fmt: skip
 
 
-def run(images: Images, given: np.ndarray, *, epochs: int, seed: int) -> tuple[dict[str, Ledger], float]:
+def run(images: Images, given: np.ndarray, *, epochs: int, batch: int, seed: int) -> tuple[dict[str, Ledger], float]:
     """The ledgers of the model and of the jury, and the share of the seconds that the jury took."""
     x, y = _scaled(images.x, images.x), torch.from_numpy(given)
-    selector = salience.Selector(len(y), batch_size=BATCH, epochs=epochs, labels=y, seed=seed)
+    selector = salience.Selector(len(y), batch_size=batch, epochs=epochs, labels=y, seed=seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model, nets = slim(x.shape[1]), [juror(x.shape[1]) for _ in range(2)]
@@ -77,14 +77,14 @@ def run(images: Images, given: np.ndarray, *, epochs: int, seed: int) -> tuple[d
 
 def measure(*, quick: bool, seed: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    samples, epochs = (2500, 8) if quick else (6000, 14)
+    samples, epochs, batch = (2000, 10, 64) if quick else (6000, 14, 128)
     images = digits(samples, seed)
     out: dict[str, Any] = {"moe_auroc": {}, "moe_all_auroc": {}, "best_single": {}, "model_best": {}, "aum": {}}
     shares: list[float] = []
     for kind in KINDS:
         labels = planted(images, kind, SHARE, seed)
         wrong = labels != images.y
-        ledgers, share = run(images, labels, epochs=epochs, seed=seed)
+        ledgers, share = run(images, labels, epochs=epochs, batch=batch, seed=seed)
         shares.append(share)
         single = {
             f"{name} of {family}": auroc(np.asarray(expert(of), dtype=np.float32), wrong)

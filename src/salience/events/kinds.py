@@ -289,6 +289,8 @@ class TreatCounted:
     """Views per fetched sample."""
     split: int | None = None
     """Stages before the kept intermediate; None where nothing is kept."""
+    adapted: float = 1.0
+    """Strength of stages with a curve, as it follows the gap between training and validation."""
     frozen: tuple[str, ...] = ()
     """Random stages whose draws are kept with the intermediate."""
     fresh_shares: tuple[float | None, ...] = ()

@@ -322,6 +322,8 @@ class Run:
         self.probing.evaluated(metric, course.window)
         if course.shard is not None:
             self.planning.evaluated(metric, course.progress, course.shard.plan.window)
+        if self.staging is not None:
+            self.staging.evaluated(metric, course.window)
         if self.deciding is not None:
             self.deciding.evaluated(metric, course.progress)
 
