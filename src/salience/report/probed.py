@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 from salience.report import words
 from salience.report.charts import Chart, Series, bars, lines
 from salience.report.story import Story
 
 MAX_PROBES_DRAWN = 6
 """Probes drawn in a chart: as many as there are colours; of more, the first, the last and some between."""
+SMALLEST_LOSS = 1e-6
+"""Losses under this are drawn as this, on an axis of powers of ten."""
 MAX_LAYERS_DRAWN = 12
 """Layers drawn; of more, the largest."""
 
@@ -19,14 +23,21 @@ def by_loss(story: Story) -> Chart | None:
         return None
     count = min(len(probes), MAX_PROBES_DRAWN)
     shown = [probes[round(i * (len(probes) - 1) / max(1, count - 1))] for i in range(count)]
-    curves = [(f"at {words.percent(one.accuracy)}", dict(zip(one.losses, one.shares, strict=True))) for one in shown]
+    curves = [
+        (f"at {words.percent(one.accuracy)}", dict(zip(map(_log, one.losses), one.shares, strict=True)))
+        for one in shown
+    ]
     x = sorted({loss for _, curve in curves for loss in curve})
     series = [Series(name=name, values=[curve.get(loss) for loss in x]) for name, curve in curves]
     note = f"Entries under 0.0001, of {shown[-1].samples} samples one by one; each mark is an eighth of them."
     return lines(
-        "Gradient near zero, by loss", x, series, x_label="loss", form=words.percent, x_form="{:.3g}".format, least=0.0,
-        note=note,
+        "Gradient near zero, by loss", x, series, x_label="loss", form=words.percent, least=0.0, note=note,
+        x_form=lambda power: f"{10**power:.2g}",
     )  # fmt: skip
+
+
+def _log(loss: float) -> float:
+    return math.log10(max(loss, SMALLEST_LOSS))
 
 
 def by_layer(story: Story) -> Chart | None:
