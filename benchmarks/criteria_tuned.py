@@ -37,7 +37,7 @@ class Runs:
         rest = np.concatenate((images.x[samples:], images.rest_x))
         self.val_x, self.val_y = _scaled(rest, images.x), np.concatenate((images.y[samples:], images.rest_y))
 
-    def __call__(self, select: SelectConfig, seed: int) -> np.ndarray:
+    def __call__(self, select: SelectConfig, seed: int) -> tuple[np.ndarray, float]:
         self.made += 1
         with torch.random.fork_rng():
             torch.manual_seed(seed)
@@ -60,7 +60,7 @@ class Runs:
         model.eval()
         with torch.no_grad():
             guess = torch.cat([model(part).argmax(1) for part in self.val_x.split(1000)]).numpy()
-        return (guess == self.val_y).astype(np.float64)
+        return (guess == self.val_y).astype(np.float64), selector.visits / 1e4
 
 
 def measure(*, quick: bool, seed: int) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def measure(*, quick: bool, seed: int) -> dict[str, Any]:
     refused = tune_select(small, "epsilon_greedy", trials=trials, seed=seed, start=0.1)
     print(f"  {found.reason}\n  {refused.reason}", flush=True)
     for one in found.tried:
-        print(f"  {dict(one.settings)}: {one.metric:.3f} in {one.seconds:.1f} s", flush=True)
+        print(f"  {dict(one.settings)}: {one.metric:.3f} for {1e4 * one.seconds:,.0f} visits", flush=True)
     return {
         "tuned_vs_default": round(0.0 if found.kept_default else found.gain, 4),
         "tuned_found": [round(found.gain, 4), *(round(end, 4) for end in found.interval)],

@@ -22,11 +22,11 @@ class Task:
     def __init__(self, accuracy, n: int = 20_000) -> None:
         self.accuracy, self.n, self.asked = accuracy, n, []
 
-    def __call__(self, select: SelectConfig, seed: int) -> np.ndarray:
+    def __call__(self, select: SelectConfig, seed: int) -> tuple[np.ndarray, float]:
         self.asked.append((select.sampler.options["explore"], seed))
         rng = np.random.default_rng(seed)
         shaken = SAMPLES[: self.n] + 0.02 * rng.normal(size=self.n)
-        return (shaken < self.accuracy(select.sampler.options["explore"])).astype(float)
+        return (shaken < self.accuracy(select.sampler.options["explore"])).astype(float), 1.0
 
 
 def test_a_setting_that_is_better_is_found_and_confirmed_on_fresh_seeds():
@@ -40,6 +40,16 @@ def test_a_setting_that_is_better_is_found_and_confirmed_on_fresh_seeds():
     confirmed = {seed for _, seed in task.asked[9:]}
     assert searched.isdisjoint(confirmed)
     assert len(confirmed) == 3
+
+
+def test_of_two_that_are_as_good_the_cheaper_one_is_found():
+    def run(select: SelectConfig, seed: int) -> tuple[np.ndarray, float]:
+        explore = select.sampler.options["explore"]
+        return (SAMPLES < 0.8).astype(float), 2.0 if explore < 0.3 else 1.0
+
+    found = tune_select(run, BASE, trials=6, min_gain=0.02)
+    assert max(found.tried, key=lambda one: one.reward).settings["sampler.explore"] >= 0.3
+    assert found.kept_default, "cheaper, but not better"
 
 
 def test_where_nothing_is_better_the_default_stays():

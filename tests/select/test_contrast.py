@@ -7,6 +7,7 @@ import pytest
 
 from salience.ledger import Ledger
 from salience.ledger.history import History
+from salience.select.classes import class_findings
 from salience.select.contrast import contrast, groups_of
 
 N = 40
@@ -51,3 +52,15 @@ def test_without_known_labels_and_without_suspects_nothing_separates():
     found = contrast(history, groups_of(ledger))
     assert (found.first, found.sizes["suspected"], found.best()) == ("suspected", 0, None)
     assert found.separation["loss"] == pytest.approx([np.nan], nan_ok=True)
+
+
+def test_a_class_that_loses_its_share_because_it_is_learnt_is_told_so():
+    ledger = Ledger(100)
+    ledger.set_labels(np.repeat([0, 1], 50))
+    ledger.record(np.arange(100), {"loss": np.repeat([0.05, 1.0], 50).astype(np.float32)}, window=0)
+    ledger.confidence[:] = np.repeat([0.95, 0.4], 50)
+    ledger.trained[:] = np.repeat([1, 4], 50)
+    _, (easy, hard) = class_findings(ledger, np.zeros(100, dtype=bool))
+    assert easy.reason.startswith("visited 0.4x its share: mean loss 0.05 against 0.53 overall")
+    assert easy.reason.endswith("100% of it is learnt (p(label) over 0.9) against 50%")
+    assert hard.reason.endswith("0% of it is learnt (p(label) over 0.9) against 50%")

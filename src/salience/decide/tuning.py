@@ -26,7 +26,7 @@ from salience.stats import t_quantile
 Results = npt.NDArray[np.float64]
 """A number per validation sample, higher is better: 1 where the model is right, or minus its loss, float64 [n]."""
 Train = Callable[[SelectConfig, int], Any]
-"""A short run with this selection and seed; returns `Results`."""
+"""A short run with this selection and seed; returns `Results`, or these and what it cost."""
 Bounds = tuple[float, float]
 
 SPACES: dict[str, dict[str, Bounds]] = {
@@ -94,7 +94,8 @@ def tune_select(
     """Tune settings of `select` on validation; the default stays unless another is better by more than chance explains.
 
     `train(select, seed)` makes a short run and returns a number per validation sample, higher is better (1 where the model is
-    right), always of the same samples in the same order. `space` maps settings to (low, high): "sampler.floor",
+    right), always of the same samples in the same order; or these and what the run cost, which then stands for its seconds
+    (visits, where others use the machine too). `space` maps settings to (low, high): "sampler.floor",
     "keep.share", "scores.0.weight", ...; by default it is what the sampler has. The reward of a run is (mean result -
     `start`) per second. Where a difference of `min_gain` could not be seen on the validation set, nothing is searched.
     Needs `pip install 'salience[tune]'`.
@@ -148,30 +149,34 @@ def _searched(
     optuna = cast("Any", optuna)
     space = {name: optuna.distributions.FloatDistribution(low, high) for name, (low, high) in wanted.items()}
     sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=max(3, trials // 3))
-    study = optuna.study.Study(study_name="select", storage=_storage(optuna), sampler=sampler)
-    if all(low <= usual[name] <= high for name, (low, high) in wanted.items()):
-        study.add_trial(optuna.trial.create_trial(params=dict(usual), distributions=space, value=first.reward))
-    found: list[Tried] = []
-    for _ in range(trials):
-        trial = study.ask(space)
-        settings = {name: float(value) for name, value in trial.params.items()}
-        results, seconds = _run(train, with_settings(base, settings), seed)
-        found.append(_tried(settings, results[search], seconds, start))
-        study.tell(trial, found[-1].reward)
-    return found
 
+    def asked(study: Any) -> list[Tried]:
+        if all(low <= usual[name] <= high for name, (low, high) in wanted.items()):
+            study.add_trial(optuna.trial.create_trial(params=dict(usual), distributions=space, value=first.reward))
+        found: list[Tried] = []
+        for _ in range(trials):
+            trial = study.ask(space)
+            settings = {name: float(value) for name, value in trial.params.items()}
+            results, seconds = _run(train, with_settings(base, settings), seed)
+            found.append(_tried(settings, results[search], seconds, start))
+            study.tell(trial, found[-1].reward)
+        return found
 
-def _storage(optuna: Any) -> Any:
-    """A study in memory that maximises; made by hand since `create_study` writes to the log."""
-    storage = optuna.storages.InMemoryStorage()
-    storage.create_new_study([optuna.study.StudyDirection.MAXIMIZE], "select")
-    return storage
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # a search says what it found, and nothing else
+    try:
+        return asked(optuna.create_study(direction="maximize", sampler=sampler))
+    finally:
+        optuna.logging.set_verbosity(before)
 
 
 def _run(train: Train, config: SelectConfig, seed: int) -> tuple[Results, float]:
     begin = time.perf_counter()
-    results = np.asarray(train(config, seed), dtype=np.float64)
+    given = train(config, seed)
     seconds = time.perf_counter() - begin
+    if isinstance(given, tuple):
+        given, seconds = cast("tuple[Any, float]", given)
+    results = np.asarray(given, dtype=np.float64)
     if results.ndim != 1 or len(results) < 2 or not np.isfinite(results).all():
         raise ConfigError(
             f"train returned results of shape {results.shape}; it must be a finite number per validation sample, [n]."
