@@ -9,7 +9,9 @@ best_single          the best expert of any network, chosen knowing the truth: h
 moe_vs_best_single   the mixture over that, the smallest of the kinds; best_vs_aum: the best single over AUM alone
 jury_seconds         share of the run's seconds that the jury took, training of the jury included
 
-Embarrassing would be: a mixture under the best expert of the model alone.
+Embarrassing would be: a mixture under the best expert of the model alone. Where the model has learnt next to nothing, so that no
+label can be judged, no expert and no mixture is worth anything (`panel` does nothing there): `model_best` says how far it got.
+--quick takes a plain network instead of the slim ResNet, which learns faster.
 """
 
 from __future__ import annotations
@@ -44,13 +46,16 @@ def juror(channels: int, width: int = 8) -> nn.Module:
     )  # fmt: skip
 
 
-def run(images: Images, given: np.ndarray, *, epochs: int, batch: int, seed: int) -> tuple[dict[str, Ledger], float]:
+def run(
+    images: Images, given: np.ndarray, *, epochs: int, batch: int, seed: int, quick: bool
+) -> tuple[dict[str, Ledger], float]:
     """The ledgers of the model and of the jury, and the share of the seconds that the jury took."""
     x, y = _scaled(images.x, images.x), torch.from_numpy(given)
     selector = salience.Selector(len(y), batch_size=batch, epochs=epochs, labels=y, seed=seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model, nets = slim(x.shape[1]), [juror(x.shape[1]) for _ in range(2)]
+        channels = x.shape[1]
+        model, nets = juror(channels, 16) if quick else slim(channels), [juror(channels) for _ in range(2)]
     pairs = [
         (net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)) for net in nets
     ]
@@ -84,7 +89,7 @@ def measure(*, quick: bool, seed: int) -> dict[str, Any]:
     for kind in KINDS:
         labels = planted(images, kind, SHARE, seed)
         wrong = labels != images.y
-        ledgers, share = run(images, labels, epochs=epochs, batch=batch, seed=seed)
+        ledgers, share = run(images, labels, epochs=epochs, batch=batch, seed=seed, quick=quick)
         shares.append(share)
         single = {
             f"{name} of {family}": auroc(np.asarray(expert(of), dtype=np.float32), wrong)
