@@ -9,9 +9,9 @@ best_single          the best expert of any network, chosen knowing the truth: h
 moe_vs_best_single   the mixture over that, the smallest of the kinds; best_vs_aum: the best single over AUM alone
 jury_seconds         share of the run's seconds that the jury took, training of the jury included
 
-Embarrassing would be: a mixture under the best expert of the model alone. Where the model has learnt next to nothing, so that no
-label can be judged, no expert and no mixture is worth anything (`panel` does nothing there): `model_best` says how far it got.
---quick takes a plain network instead of the slim ResNet, which learns faster.
+Embarrassing would be: a mixture under the best expert of the model alone. Where the model has learnt next to nothing, so that
+no label can be judged, no expert and no mixture is worth anything (`panel` does nothing there): `model_best` says how far it
+got. --quick takes a plain network instead of the slim ResNet, which learns faster.
 """
 
 from __future__ import annotations
