@@ -9,6 +9,7 @@ from salience._version import __version__
 if TYPE_CHECKING:
     from salience.batches import Collated
     from salience.config import SelectConfig, Use
+    from salience.decide.tuning import tune_select
     from salience.errors import (
         BrokenSample,
         ConfigError,
@@ -59,6 +60,7 @@ __all__ = [
     "Use",
     "__version__",
     "sync",
+    "tune_select",
 ]
 
 _HOMES = {
@@ -87,6 +89,7 @@ _HOMES = {
     "Treat": "salience.treat",
     "Use": "salience.config",
     "sync": "salience.gradients",
+    "tune_select": "salience.decide.tuning",
 }
 """Where each public name lives. It is imported when it is first asked for: `salience --help` does not wait for torch."""
 

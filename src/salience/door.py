@@ -15,6 +15,7 @@ from salience.files import write_text
 from salience.ledger import Ledger
 from salience.ledger.compiled import register, weighted_sum
 from salience.ledger.copies import Copies
+from salience.ledger.history import History
 from salience.plan import Plan
 from salience.report.live import SampleNames, framed, live_page
 from salience.report.words import Names
@@ -24,6 +25,7 @@ from salience.run.labels import Targets
 from salience.run.planned import check_epoch
 from salience.run.sensing import MakeScorer
 from salience.signals.ghost import Extent
+from salience.signals.jury import Juror
 from salience.watch import Steps, Stopwatch
 from salience.watch.probe import Probe
 
@@ -134,6 +136,8 @@ class Door:
         proxy: nn.Module | None = None,
         proxy_optimizer: torch.optim.Optimizer | None = None,
         background: torch.device | str | bool | Path = False,
+        jury: Sequence[Juror] | None = None,
+        probe: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Enable scores that need the model, by hooks on its layers; once more after a resume, since no state has them.
 
@@ -149,6 +153,13 @@ class Door:
         given, its losses are it. `background` (True, or a device instead of the CPU) scores samples that are not picked in a
         process beside the training, so that what is known of them does not age; a Path is a folder through which a process
         elsewhere does so (`salience score`, `salience.signals.remote.answer`).
+
+        `jury` is two small models (or (model, optimizer) pairs), each trained like a proxy, but on its half of the samples
+        alone: what both say of every sample lets the filter `panel` tell wrong labels by several networks.
+
+        `probe` is (inputs, targets) of up to 256 samples. Where `evaluated(accuracy)` passes a mark (30%, 40%, ...), the
+        gradient of each of them is made in eval mode: an event says how much of it is near zero, layer by layer, and under
+        which loss nearly all of it is, which `threshold` with above="auto" then uses.
         """
         run = self._run
         if run.balancing is not None:
@@ -158,13 +169,18 @@ class Door:
         run.sensing.attach(
             model, grad_norm=grad_norm or ("auto" if run.planning.reads("grad_norm") else None), every=every,
             takes_features=features or searching, features=kept, proxy=proxy,
-            proxy_optimizer=proxy_optimizer, background=background, make_scorer=self._make_scorer,
+            proxy_optimizer=proxy_optimizer, background=background, make_scorer=self._make_scorer, jury=jury,
         )  # fmt: skip
+        if probe is None:
+            run.probing.detach()
+        else:
+            run.probing.attach(model, probe)
         run.choose_parts()
 
     def detach(self) -> None:
         """Take the hooks of `attach` off the model again, and let go of the proxy and the background scorer."""
         self._run.sensing.detach()
+        self._run.probing.detach()
         self._run.choose_parts()
 
     def evaluated(self, metric: float, **more: float) -> None:
@@ -256,6 +272,13 @@ class Door:
     def ledger(self) -> Ledger:
         """What is known of every sample, up to date; with several ranks, as of the last window's end."""
         return self._run.ledger
+
+    @property
+    def history(self) -> History:
+        """What the ledger said after each window, of up to 5,000 samples; `salience.ledger.history.save` writes it."""
+        run = self._run
+        run.remembering.note(run.course.window - 1)
+        return run.remembering.history
 
     @property
     def copies(self) -> Copies | None:

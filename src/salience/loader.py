@@ -171,7 +171,10 @@ class Loader(Door, Generic[T]):
             optional = None
             if treat is None and chooser is not None and chooser.lossy:
                 optional = Treat("reuse", memory=min(Treat().bytes, (memory_bytes() or 0) // 4))
-            treating = Treating(dataset, stages, optional or Treat.of(treat), seed=seed, workers=workers, ranks=ranks)
+            treating = Treating(
+                dataset, stages, optional or Treat.of(treat), seed=seed, workers=workers, ranks=ranks,
+                windows=parts.setup.windows,
+            )  # fmt: skip
             staging = Staging(parts.voice, parts.recording.ledger, parts.watching.watch, treating, optional=optional)
         source = WorkerSource(
             dataset, collate_fn or default_collate, dataloader, with_ids=with_ids, ids_key=ids_key,

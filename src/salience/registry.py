@@ -22,6 +22,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "class_floor": "salience.select.filters:class_floor",
         "tail": "salience.select.filters:tail",
         "noise": "salience.select.noise:noise",
+        "panel": "salience.select.experts:panel",
         "redundancy": "salience.select.redundancy:redundancy",
         "coarse": "salience.select.filters:coarse",
     },

@@ -91,7 +91,7 @@ def test_a_folder_is_trained_on_and_the_result_shown(capsys: pytest.CaptureFixtu
     assert "Forecast:" in said
     assert "data/" not in said  # names are below the folder
     assert ".png" in said  # and the hardest samples are named by their files
-    left = ["copies.npz", "last.pt", "ledger.npz", "names.npz", "previous.pt", "run.jsonl"]
+    left = ["copies.npz", "history.npz", "last.pt", "ledger.npz", "names.npz", "previous.pt", "run.jsonl"]
     assert sorted(path.name for path in Path("out").iterdir()) == left
     kinds = [event["kind"] for event in events.read("out/run.jsonl")]
     first = ["run", "plan", "feed", "window", "evaluated", "copies"]

@@ -127,7 +127,7 @@ def test_sensing_without_a_model_hands_batches_on_and_says_nothing():
     sensing.hand_over(batch)
     sensing.on_loss(batch, torch.ones(8), None)
     assert sensing.reference is None
-    assert sensing.state_dict() == {"proxy": None, "background": False}
+    assert sensing.state_dict() == {"proxy": None, "jury": None, "background": False}
 
 
 def test_course_counts_visits_and_progress_over_windows():

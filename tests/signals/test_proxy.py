@@ -231,8 +231,8 @@ def test_the_hook_goes_with_detach_and_does_nothing_in_a_copy(problem):
     copied = copy.deepcopy(model)
     next(iter(loader))
     copied(torch.zeros(50, 8))
-    assert loader._run.sensing.proxy._given is None
+    assert loader._run.sensing.proxy._listening._given is None
     model(torch.zeros(50, 8))
-    assert loader._run.sensing.proxy._given is not None
+    assert loader._run.sensing.proxy._listening._given is not None
     loader.detach()
     assert not model._forward_pre_hooks

@@ -34,6 +34,7 @@ from salience.files import atomic, read_npz, write_npz
 LAST, PREVIOUS, PART, DAMAGED = "last.pt", "previous.pt", "last.pt.part", "last.pt.damaged"
 LEDGER, LOG, NAMES, COPIES, LOCK = "ledger.npz", "run.jsonl", "names.npz", "copies.npz", "lock"
 SCORER = "scorer"
+HISTORY = "history.npz"
 FORMAT, NAMES_FORMAT = "salience-checkpoint-1", "salience-names-1"
 FIXED_SETTINGS = ("model", "epochs", "batch_size", "lr", "weight_decay", "size", "seed")
 """Settings that cannot change during a run; the loader takes care of `select`."""

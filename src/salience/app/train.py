@@ -34,6 +34,7 @@ from salience.errors import ConfigError, StateError
 from salience.events import Event, EventLog
 from salience.events.coding import plain
 from salience.feed.sizes import parse_bytes
+from salience.ledger import history as histories
 from salience.loader import Loader
 from salience.ranks import Ranks, joined_ranks, local_rank
 from salience.report import words
@@ -316,6 +317,7 @@ class Training:
     def finish(self) -> None:
         """Write the ledger; show the result and, where nothing was selected, what could have been."""
         ledgers.save(self.loader.ledger, self.folder / checkpoint.LEDGER)
+        histories.save(self.loader.history, self.folder / checkpoint.HISTORY)
         names = self.data.names
         checkpoint.write_names(self.folder, names.joined, names.ends, np.arange(len(names)))
         copies = self.loader.copies
@@ -342,7 +344,8 @@ class Training:
             for sample in event["summary"]["hardest"][:8]:
                 say(f"  sample {sample['id']:>8}: {self.data.names[sample['id']]}")
         say()
-        written = [checkpoint.LAST, checkpoint.LEDGER, checkpoint.NAMES, *[checkpoint.COPIES] * (copies is not None)]
+        written = [checkpoint.LAST, checkpoint.LEDGER, checkpoint.HISTORY, checkpoint.NAMES]
+        written += [checkpoint.COPIES] * (copies is not None)
         say(f"In {config.out}: {', '.join(written)}, {checkpoint.LOG}.")
         say(f"Wrong labels, copies and hard images, by file: salience scores {config.out} --suspects --copies --hard")
 

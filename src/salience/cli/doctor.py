@@ -38,6 +38,7 @@ EXTRAS = (
     Extra("transformers", "transformers", "`salience.frameworks.transformers`"),
     Extra("accelerate", "accelerate", "loops of Accelerate, and `salience.frameworks.transformers`"),
     Extra("datasets", "datasets", "data sets of Hugging Face"),
+    Extra("optuna", "tune", "`salience.tune_select`"),
 )
 """The optional packages of pyproject.toml; a test compares."""
 SMALL_SHM = 1 << 30

@@ -6,6 +6,8 @@
     salience scores runs/train                          what the run learnt in all, as does `scores show`
     salience scores export runs/train -o scores.csv     every column of the ledger
     salience scores merge runs/a runs/b -o both.npz     one ledger of several, so that they vote
+    salience scores compare runs/a runs/b -o both.html  is importance a property of the data or of the model?
+    salience scores history runs/train -o history.html  suspected, hard and easy samples side by side, epoch by epoch
     salience train --ledger both.npz ...
 
 A ledger is what a run knows of every sample. Wherever one is asked for (RUN), the folder of a run does as well;
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 EXACT_DIGITS = {2: 5, 4: 9}
 """Bytes of a float -> digits that represent it exactly."""
 CHUNK_ROWS = 1 << 16
-ACTIONS = ("list", "show", "export", "merge")
+ACTIONS = ("list", "show", "export", "merge", "compare", "history")
 """The first one may be left out."""
 SECTIONS = {
     "suspects": "labels that look wrong: what the model says, how sure that is, and why",
@@ -47,7 +49,10 @@ SECTIONS = {
 
 def add(commands: Any) -> None:
     made = subcommand(commands, "scores", __doc__, list_run)
-    made.usage = "salience scores [list] RUN [options] | show RUN | export RUN -o FILE | merge RUN RUN ... -o FILE"
+    made.usage = (
+        "salience scores [list] RUN [options] | show RUN | export RUN -o FILE | merge RUN RUN ... -o FILE | "
+        "compare RUN RUN ... | history RUN"
+    )
     actions = made.add_subparsers(title="actions", metavar="ACTION", required=True)
     made_list = _action(actions, "list", list_run, "what the run learnt, or the lists that are asked for (default)")
     for name, text in SECTIONS.items():
@@ -66,6 +71,22 @@ def add(commands: Any) -> None:
     made_export.add_argument("-o", "--output", metavar="FILE", required=True, help="CSV file to write")
     made_merge = _action(actions, "merge", merge, "one ledger of several over the same data", several=True)
     made_merge.add_argument("-o", "--output", metavar="FILE", required=True, help="ledger to write (.npz)")
+    made_compare = _action(actions, "compare", compare, "how far several networks agree on their samples", several=True)
+    made_compare.add_argument(
+        "--top", type=int, default=10, metavar="N", help="samples that are hard to rank to list (default: 10)"
+    )
+    made_history = _action(
+        actions, "history", history, "how suspected, hard and easy samples came along, and what tells them apart"
+    )
+    made_history.add_argument(
+        "--history", metavar="FILE", help="the run's history (default: history.npz beside its ledger)"
+    )
+    for part in (made_compare, made_history):
+        part.add_argument(
+            "--wrong", metavar="FILE", help="ids of labels known to be wrong, one per line, to measure against"
+        )
+        part.add_argument("--json", action="store_true", help="print one JSON object")
+        part.add_argument("-o", "--output", metavar="FILE", help="page to write (.html)")
 
 
 def _action(actions: Any, name: str, run: Any, text: str, *, several: bool = False) -> argparse.ArgumentParser:
@@ -269,6 +290,20 @@ def merge(args: argparse.Namespace) -> int:
         raise _cannot_write(args.output, cause) from cause
     say(f"{len(args.ledgers)} ledgers over {merged.n:,} samples merged into {args.output}.")
     return 0
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Say how far several networks agree on their samples."""
+    from salience.cli import agreeing
+
+    return agreeing.compare(args)
+
+
+def history(args: argparse.Namespace) -> int:
+    """Say how suspected, hard and easy samples came along."""
+    from salience.cli import agreeing
+
+    return agreeing.history(args)
 
 
 def write_csv(found: Ledger, path: Path) -> None:

@@ -176,6 +176,43 @@ class SignalsChosen:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LayerNearZero:
+    """How much of a layer's gradient is near zero."""
+
+    name: str
+    """Name of the layer; empty for parameters of the model itself."""
+    entries: int
+    """Number of its parameters."""
+    easiest: float
+    """Share of its entries near zero, for the quarter of the samples with the lowest loss."""
+    hardest: float
+    """Share of its entries near zero, for the quarter with the highest loss."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientsProbed:
+    """At an accuracy mark, the gradients of a few samples were looked at one by one."""
+
+    kind: ClassVar[str] = "gradients"
+    window: int
+    """Number of windows done."""
+    accuracy: float
+    """The validation result that passed a mark, from 0 to 1."""
+    samples: int
+    """Samples of the probe."""
+    mean_loss: float
+    """Mean of their losses."""
+    losses: tuple[float, ...] = ()
+    """Mean loss of groups of equally many samples, in the order of their losses."""
+    shares: tuple[float, ...] = ()
+    """Share of all gradient entries near zero in each group."""
+    layers: tuple[LayerNearZero, ...] = ()
+    """The layers one by one."""
+    learnt_loss: float | None = None
+    """Loss under which nine tenths of a sample's gradient are near zero; None where no sample is like that."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SamplesScored:
     """The background scorer returned results."""
 
@@ -252,6 +289,8 @@ class TreatCounted:
     """Views per fetched sample."""
     split: int | None = None
     """Stages before the kept intermediate; None where nothing is kept."""
+    adapted: float = 1.0
+    """Strength of stages with a curve, as it follows the gap between training and validation."""
     frozen: tuple[str, ...] = ()
     """Random stages whose draws are kept with the intermediate."""
     fresh_shares: tuple[float | None, ...] = ()
@@ -293,9 +332,9 @@ class Warned:
 
 
 EventData = (
-    RunStarted | WindowPlanned | SignalsChosen | WindowClosed | Evaluated | Balanced | Steered | SamplesScored | CopiesFound
-    | Findings | SampleBroken | FeedCounted | TreatCounted | BottleneckFound | LeverDecided | SettingsChanged
-    | Summarised | Warned
+    RunStarted | WindowPlanned | SignalsChosen | GradientsProbed | WindowClosed | Evaluated | Balanced | Steered
+    | SamplesScored | CopiesFound | Findings | SampleBroken | FeedCounted | TreatCounted | BottleneckFound | LeverDecided
+    | SettingsChanged | Summarised | Warned
 )  # fmt: skip
 """Anything an event can say."""
 

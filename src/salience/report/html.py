@@ -16,7 +16,7 @@ from typing import Any
 from salience._version import __version__
 from salience.errors import MissingExtra, printable
 from salience.events import LeverDecided
-from salience.report import drawings, words
+from salience.report import drawings, probed, words
 from salience.report.charts import Chart
 from salience.report.compared import HEAD, Comparison, rows, sentences
 from salience.report.story import GROUPS, HARDEST, MEMBERS, SUSPECTS, Story
@@ -28,7 +28,7 @@ Pictures = Mapping[int, bytes]
 
 def page(story: Story, *, pictures: Pictures | None = None, baseline: Comparison | None = None) -> str:
     """The report of one run."""
-    return _render(
+    return rendered(
         "report.html",
         story=story,
         verdict=verdict(story),
@@ -50,6 +50,8 @@ def page(story: Story, *, pictures: Pictures | None = None, baseline: Comparison
             drawings.by_loss(story),
             drawings.class_balance(story),
         ),
+        gradients=_drawn(probed.by_loss(story), probed.by_layer(story)),
+        learnt=probed.sentence(story),
         dropped=drawings.dropped(story),
         reasons=_reasons(story),
         bytes=drawings.bytes_sent(story),
@@ -70,7 +72,7 @@ def _drawn(*charts: Chart | None) -> list[Chart]:
 
 def comparison_page(comparison: Comparison) -> str:
     """Several runs side by side."""
-    return _render(
+    return rendered(
         "compare.html",
         comparison=comparison,
         compared=[sentences(one) for one in comparison.differences],
@@ -86,7 +88,8 @@ def data_uri(picture: bytes) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(picture).decode('ascii')}"
 
 
-def _render(template: str, **values: Any) -> str:
+def rendered(template: str, **values: Any) -> str:
+    """A page of this room, its text escaped."""
     try:
         import jinja2
     except ImportError as cause:

@@ -12,6 +12,7 @@ from salience.curves import Shorter
 from salience.events import (
     BottleneckFound,
     Findings,
+    GradientsProbed,
     LeverDecided,
     MachineUse,
     RunStarted,
@@ -118,6 +119,8 @@ class Story:
     """What else was done beside the training."""
     steered: tuple[Steered, ...]
     """Changes of the share that is kept."""
+    probes: tuple[GradientsProbed, ...]
+    """What was found of gradients near zero, each time they were probed."""
     bottlenecks: tuple[BottleneckFound, ...]
     """What held the run back, each time it was measured."""
     decisions: tuple[LeverDecided, ...]

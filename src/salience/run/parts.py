@@ -22,6 +22,7 @@ from salience.run.copying import Copying
 from salience.run.order import PlainOrder
 from salience.run.part import Setup, Voice, parse_count
 from salience.run.planning import Planning
+from salience.run.probing import Probing
 from salience.run.recording import Recording
 from salience.run.selection import Select
 from salience.run.sensing import Sensing
@@ -85,6 +86,7 @@ class Parts:
         if balance or costs is not None:
             self.balancing = Balancing(self.setup, self.voice, self.watching.steps, costs, by_speed=balance)
         self.sensing = Sensing(self.setup, self.voice, self.recording.recorder, self.watching.watch, given)
+        self.probing = Probing(self.setup, self.voice)
 
     def _check_alike(self, **more: Any) -> None:
         """Several ranks: stop all of them, by name, where their settings differ."""
@@ -102,5 +104,5 @@ class Parts:
         """The run they make up, with `more` parts."""
         return Run(
             self.setup, self.voice, recording=self.recording, planning=self.planning, copying=self.copying,
-            sensing=self.sensing, watching=self.watching, balancing=self.balancing, **more,
+            sensing=self.sensing, watching=self.watching, balancing=self.balancing, probing=self.probing, **more,
         )  # fmt: skip

@@ -87,6 +87,7 @@ class Planning(Part):
         stock: Stock | None = None,
         worker_seed: bool = True,
         learnt_loss: float | None = None,
+        jury: tuple[Ledger, Ledger] | None = None,
     ) -> Plan:
         """The plan of `window`, the same on every rank."""
         setup = self._setup
@@ -100,7 +101,7 @@ class Planning(Part):
             plan = self.pipeline.plan(
                 merge(opinions) if opinions else ledger, window=epoch, windows=setup.epochs, piece=piece, pieces=setup.pieces,
                 batch_size=setup.global_batch, world=setup.world, seed=setup.seed, drop_last=setup.drop_last,
-                steered=self._share, copies=copies, stock=stock, opinions=opinions, learnt_loss=learnt_loss,
+                steered=self._share, copies=copies, stock=stock, opinions=opinions, learnt_loss=learnt_loss, jury=jury,
             )  # fmt: skip
             self._check_known(ledger, plan)
             if self.fixed is not None:

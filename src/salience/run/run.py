@@ -27,7 +27,9 @@ from salience.run.labels import Targets
 from salience.run.order import Drawn
 from salience.run.part import Batch, Part, Setup, Voice
 from salience.run.planning import Planning
+from salience.run.probing import Probing
 from salience.run.recording import Recording, check_counts, check_losses, check_tensor
+from salience.run.remembering import Remembering
 from salience.run.sensing import Sensing
 from salience.run.staging import Staging
 from salience.run.watching import Watching
@@ -52,6 +54,7 @@ class Run:
         copying: Copying,
         sensing: Sensing,
         watching: Watching,
+        probing: Probing,
         feeding: Feeding | None = None,
         staging: Staging | None = None,
         deciding: Deciding | None = None,
@@ -61,8 +64,10 @@ class Run:
         self.setup, self.voice, self.events = setup, voice, voice.events
         self.recording, self.planning, self.copying, self.sensing = recording, planning, copying, sensing
         self.watching, self.feeding, self.staging, self.deciding = watching, feeding, staging, deciding
-        self.balancing = balancing
-        named = deciding, feeding, staging, copying, recording, sensing, planning, watching, balancing
+        self.balancing, self.probing, self.remembering = balancing, probing, Remembering(setup, recording.ledger)
+        named = (
+            deciding, feeding, staging, copying, recording, sensing, probing, self.remembering, planning, watching, balancing,
+        )  # fmt: skip
         self.all_parts: tuple[Part, ...] = tuple(part for part in named if part is not None)
         self.course = Course()
         self.course.visits_expected = planning.total_visits
@@ -208,6 +213,7 @@ class Run:
             plan = self.planning.plan(
                 self.recording.ledger, self.course.window, reference=self.sensing.reference, copies=self.copying.found,
                 stock=None if self.feeding is None else self.feeding.stock(), worker_seed=worker_seed,
+                learnt_loss=self.probing.learnt_loss, jury=self.sensing.said,
             )  # fmt: skip
             if self.staging is not None:
                 plan, counts = self.staging.plan(plan, self._options, self.copying.found)
@@ -287,8 +293,8 @@ class Run:
             on_loss(batch, losses, kept)
         self.recording.record(batch, losses, logits, classes, kept)
         self.watching.watch.add("record", time.perf_counter() - begin)
-        if self.sensing.proxy is not None:
-            self.sensing.train_proxy(batch, kept, classes if hard else None)
+        if self.sensing.beside:
+            self.sensing.train_beside(batch, kept, classes if hard else None)
         return self.recording.weighted_mean(
             batch, losses, logits, kept, self.planning.robust, counts=counts, total=total
         )
@@ -337,8 +343,11 @@ class Run:
             "evaluated", metric=metric, progress=course.progress, window=course.window, visited=course.visits, **more
         )
         self.evaluations.append((course.progress, metric))
+        self.probing.evaluated(metric, course.window)
         if course.shard is not None:
             self.planning.evaluated(metric, course.progress, course.shard.plan.window)
+        if self.staging is not None:
+            self.staging.evaluated(metric, course.window)
         if self.deciding is not None:
             self.deciding.evaluated(metric, course.progress)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from salience.errors import ConfigError, Misattributed, PluginError, StateError
-from salience.ledger import Recorder
+from salience.ledger import Ledger, Recorder
 from salience.ledger.embeddings import Embeddings
 from salience.ledger.statistics import finish
 from salience.plan import Shard
 from salience.ranks import Ranks
+from salience.run.arrays import arrays, tensors
 from salience.run.part import Batch, Part, Setup, Voice
 from salience.seeds import TIES, generator
 from salience.select.reference import reference_of
 from salience.select.view import Reference
 from salience.signals import Attached
 from salience.signals.ghost import Extent
+from salience.signals.jury import Juror, Jury
 from salience.signals.proxy import Proxy
 from salience.signals.remote import RemoteScorer
 from salience.signals.scorer import SCORE_ROWS, Found, Ids, Scorer, stalest
@@ -49,6 +51,7 @@ class Sensing(Part):
         """The reference as the user gave it."""
         self.attached: Attached | None = None
         self.proxy: Proxy | None = None
+        self.jury: Jury | None = None
         self.scorer: Scorer | RemoteScorer | None = None
         self._scores_come = False
         """True while the ranks exchange what their scorers found, which goes on where one of them was lost."""
@@ -56,6 +59,8 @@ class Sensing(Part):
         """|gradient|^2 over that of the last layer, in the step before this one; None = not known, or no norms are taken."""
         self._waiting: Mapping[str, Any] | None = None
         """The state of a resumed run's proxy that was not attached yet."""
+        self._waiting_jury: Mapping[str, Any] | None = None
+        """The same of its jury."""
 
     def attach(
         self,
@@ -69,11 +74,14 @@ class Sensing(Part):
         proxy_optimizer: torch.optim.Optimizer | None,
         background: torch.device | str | bool | Path,
         make_scorer: MakeScorer | None,
+        jury: Sequence[Juror] | None = None,
     ) -> None:
         """Put hooks on the model; see `Loader.attach`."""
         world = self._setup.world
-        if world > 1 and proxy is not None:
-            raise ConfigError(f"attach: proxy= works in one process, and this run has {world} ranks; leave it out.")
+        if world > 1 and (proxy is not None or jury is not None):
+            raise ConfigError(
+                f"attach: proxy= and jury= work in one process, and this run has {world} ranks; leave them out."
+            )
         if proxy is None and proxy_optimizer is not None:
             raise ConfigError("attach: proxy_optimizer= came without proxy=, the model it trains.")
         remote = isinstance(background, Path)
@@ -85,6 +93,9 @@ class Sensing(Part):
         if proxy is not None:
             self.proxy = Proxy(model, proxy, proxy_optimizer, self._setup.n)
             self._resume_proxy(self._waiting)
+        if jury is not None:
+            self.jury = Jury(model, jury, self._setup.n, self._setup.seed)
+            self._resume_jury(self._waiting_jury)
         if background is not False:
             self._scores_come = True
             try:
@@ -100,7 +111,7 @@ class Sensing(Part):
 
     @property
     def in_use(self) -> bool:
-        parts = self.attached, self.proxy, self.scorer, self._waiting
+        parts = self.attached, self.proxy, self.jury, self.scorer, self._waiting, self._waiting_jury
         return parts.count(None) < len(parts)
 
     def go_on(self, features: Embeddings | None) -> None:
@@ -116,6 +127,9 @@ class Sensing(Part):
         proxy, self.proxy = self.proxy, None
         if proxy is not None:
             proxy.close()
+        jury, self.jury = self.jury, None
+        if jury is not None:
+            jury.close()
         attached, self.attached = self.attached, None
         if attached is not None:
             attached.detach()
@@ -128,6 +142,8 @@ class Sensing(Part):
     def open(self, shard: Shard, done: frozenset[int]) -> None:
         if self._waiting is not None:
             raise StateError("The state has a proxy; call loader.attach(model, proxy=...) with it before going on.")
+        if self._waiting_jury is not None:
+            raise StateError("The state has a jury; call loader.attach(model, jury=[...]) with it before going on.")
 
     def hand_over(self, batch: Batch) -> None:
         self.take()
@@ -135,6 +151,8 @@ class Sensing(Part):
             self.attached.deliver(batch.number)
         if self.proxy is not None:
             self.proxy.deliver()
+        if self.jury is not None:
+            self.jury.deliver()
 
     def on_loss(self, batch: Batch, losses: Tensor, kept: Tensor | None) -> None:
         """Watch the backward pass of these losses, and take the features of the forward pass."""
@@ -158,9 +176,9 @@ class Sensing(Part):
 
     def say_compiled(self) -> None:
         """loss() was called inside a compiled step, where hooks on the model do not run."""
-        if self.attached is not None or self.proxy is not None:
+        if self.attached is not None or self.beside:
             self._voice.warn_once(
-                "loss() is part of a compiled step: gradient norms, features and the proxy of the attached model are off. "
+                "loss() is part of a compiled step: gradient norms, features, proxy and jury of the attached model are off. "
                 "Compile the model alone to have them."
             )
 
@@ -182,7 +200,50 @@ class Sensing(Part):
                 self._ratio = step.ratio
                 self._recorder.norms(step.ids, squares, step.scale, step.kept, window=step.window)
 
-    # --- the proxy ---
+    # --- models that learn beside it ---
+
+    @property
+    def beside(self) -> bool:
+        """True if models learn beside the attached one."""
+        return self.proxy is not None or self.jury is not None
+
+    def train_beside(self, batch: Batch, kept: Tensor | None, targets: Tensor | None) -> None:
+        """One step of the proxy and of the jury."""
+        self.train_proxy(batch, kept, targets)
+        jury = self.jury
+        if jury is None or not jury.sits:
+            return
+        if targets is None:
+            raise ConfigError(
+                "The jury needs integer targets, one class per sample: call loader.loss(losses, logits, targets)."
+            )
+        try:
+            with self._watch("jury"):
+                labels = targets.where(targets >= 0, -100)  # -100 is ignored
+                sat = jury.sit(labels, batch.ids, kept, list(batch.broken), window=batch.window)
+        except Exception as cause:
+            jury.close()
+            self._voice.failed(f"The jury failed and is off: {type(cause).__name__}: {cause}", cause)
+            return
+        if not sat:
+            self._voice.warn_once(
+                "The jury has no input: the attached model did not run, with the batch as the first axis of its first tensor, "
+                "between the batch's delivery and loss(). Attach the model that makes the losses."
+            )
+
+    @property
+    def said(self) -> tuple[Ledger, Ledger] | None:
+        """What the jury says of the samples: the nets that trained on them, and those that held them out."""
+        return None if self.jury is None else (self.jury.trained, self.jury.held_out)
+
+    def _resume_jury(self, state: Mapping[str, Any] | None) -> None:
+        """Load the jury's state, now or when it is attached."""
+        self._waiting_jury = state
+        if state is not None and self.jury is not None:
+            self.jury.load_state_dict(state)
+            for name, ledger in (("trained", self.jury.trained), ("held_out", self.jury.held_out)):
+                ledger.load_state_dict(arrays(state[name]))
+            self._waiting_jury = None
 
     def train_proxy(self, batch: Batch, kept: Tensor | None, targets: Tensor | None) -> None:
         """One step of the proxy; if it fails it is off, and its losses stay as they are."""
@@ -208,9 +269,12 @@ class Sensing(Part):
             )
 
     def flush(self) -> None:
-        """Enter the proxy's losses."""
+        """Enter what the proxy and the jury found."""
         if self.proxy is not None:
             self.proxy.enter()
+        if self.jury is not None:
+            with self._watch("jury"):
+                self.jury.enter()
 
     @property
     def reference(self) -> Reference | None:
@@ -305,12 +369,18 @@ class Sensing(Part):
     def state_dict(self) -> dict[str, Any]:
         # With a background scorer, what is learnt by a window's edge depends on timing.
         proxy = self._waiting if self.proxy is None else self.proxy.state_dict()
-        return {"proxy": proxy, "background": self.scorer is not None}
+        jury = self._waiting_jury
+        if self.jury is not None:
+            jury = self.jury.state_dict()
+            ledgers = {"trained": self.jury.trained, "held_out": self.jury.held_out}
+            jury |= {name: tensors(ledger.state_dict()) for name, ledger in ledgers.items()}
+        return {"proxy": proxy, "jury": jury, "background": self.scorer is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.attached is not None:
             self.attached.take()  # of steps after the state was saved
         self._resume_proxy(state["proxy"])
+        self._resume_jury(state.get("jury"))
 
 
 def _gathered(ranks: Ranks, found: Found, ratio: float) -> tuple[list[Found], list[float]]:

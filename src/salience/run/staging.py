@@ -17,6 +17,7 @@ from salience.plan import Plan, Shard
 from salience.run.part import Batch, Part, Voice
 from salience.select.ranks import rank_normalise
 from salience.treat.config import Treat
+from salience.treat.curves import training_accuracy
 from salience.treat.dataset import Treatment
 from salience.treat.treating import Treating
 from salience.watch import Stopwatch
@@ -39,6 +40,9 @@ class Staging(Part):
         self.refused = ""
         """Why reuse cannot be tried; empty if it can."""
         self._shard: Shard | None = None
+        self._ranks = treating.ranks
+        self._result: tuple[float, int] | None = None
+        """The last validation result, and the number of windows done; None once it was acted on."""
         self._treatment: Callable[[slice], Treatment] | None = None
         self._handed_over = 0.0
 
@@ -60,6 +64,24 @@ class Staging(Part):
             ranks = np.full(plan.population, 0.5, dtype=np.float32)
             ranks[known] = rank_normalise(self._ledger.mean_loss[known])
         return self.treating.plan(plan, ranks, copies), counts
+
+    def evaluated(self, metric: float, window: int) -> None:
+        """Take a validation result, by which the strength of stages adapts."""
+        self._result = metric, window
+
+    def prepare(self, window: int) -> None:
+        """Adapt the strength of the stages to the last result; rank 0 decides."""
+        adapting, result = self.treating.adapting, self._result
+        self._result = None
+        if adapting is None:
+            return
+        if result is not None and 0 <= result[0] <= 1:
+            training = training_accuracy(self._ledger, result[1] - 1)
+            why = "" if training is None else adapting.hear(training, result[0])
+            if why:
+                self._voice.events.emit("decision", window=window, lever="augmentation", action="keep", reason=why)
+        if self._ranks is not None:
+            adapting.numbers = self._ranks.broadcast(adapting.numbers)
 
     def open(self, shard: Shard, done: frozenset[int]) -> None:
         self._shard, self._treatment = shard, self.treating.treatment(shard)
@@ -95,10 +117,12 @@ class Staging(Part):
         return treatment_summary(self.treating)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.treating.state_dict()
+        return {**self.treating.state_dict(), "result": None if self._result is None else list(self._result)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.treating.load_state_dict(state)
+        result = state.get("result")
+        self._result = None if result is None else (float(result[0]), int(result[1]))
 
 
 def check_stages(saved: Mapping[str, Any], staging: Staging | None) -> None:

@@ -10,6 +10,8 @@ from salience.select.view import Bools
 
 UNEVEN_RATIO = 1.25
 """A class is explained when it gets this many times more or less than its share."""
+LEARNT_PROBABILITY = 0.9
+"""A sample whose label has a higher mean probability counts as learnt."""
 MAX_BINS = 24
 """Most bins of a histogram."""
 MAX_CLASSES_LISTED = 1000
@@ -34,7 +36,9 @@ def class_findings(ledger: Ledger, suspect: Bools) -> tuple[int, tuple[ClassFind
     loss = total(losses) / np.maximum(1, known_of)
     guessed, right = total(guess >= 0), total((guess >= 0) & (guess == ledger.label[has]))
     suspected = total(suspect[has]) / size
-    overall = float(losses.sum() / max(1, int(known.sum()))), float(suspect[has].sum() / has.sum())
+    sure = np.nan_to_num(ledger.confidence[has].astype(np.float32)) > LEARNT_PROBABILITY
+    learnt = total(sure) / size
+    overall = float(losses.sum() / max(1, int(known.sum()))), float(suspect[has].mean()), float(sure.mean())
     shown = np.arange(len(present))
     if len(present) > MAX_CLASSES_LISTED:
         shown = np.sort(np.argsort(-loss, kind="stable")[:MAX_CLASSES_LISTED])
@@ -49,7 +53,7 @@ def class_findings(ledger: Ledger, suspect: Bools) -> tuple[int, tuple[ClassFind
                 visits=got,
                 mean_loss=float(loss[c]) if known_of[c] else None,
                 accuracy=float(right[c] / guessed[c]) if guessed[c] else None,
-                reason="" if got is None else _unevenness(got / share, (loss[c], suspected[c]), overall),
+                reason="" if got is None else _unevenness(got / share, (loss[c], suspected[c], learnt[c]), overall),
             )
         )
     return len(present), tuple(found)
@@ -66,13 +70,17 @@ def confusions(ledger: Ledger) -> tuple[Confusion, ...]:
     )
 
 
-def _unevenness(ratio: float, own: tuple[float, float], overall: tuple[float, float]) -> str:
-    """Why a class was visited `ratio` times its share, from (mean loss, share of suspected labels) of it and of all."""
+def _unevenness(ratio: float, own: tuple[float, float, float], overall: tuple[float, float, float]) -> str:
+    """Why a class was visited `ratio` times its share, from mean loss, share of suspected and share of learnt labels of it and
+    of all."""
     if 1 / UNEVEN_RATIO < ratio < UNEVEN_RATIO:
         return ""
     reason = f"visited {ratio:.2g}x its share: mean loss {own[0]:.2g} against {overall[0]:.2g} overall"
     if ratio < 1 and own[1] > UNEVEN_RATIO * overall[1]:
         reason += f", {own[1]:.0%} of its labels look wrong against {overall[1]:.0%}"
+    more = own[2] > UNEVEN_RATIO * overall[2] if ratio < 1 else UNEVEN_RATIO * own[2] < overall[2]
+    if more:
+        reason += f", {own[2]:.0%} of it is learnt (p(label) over {LEARNT_PROBABILITY}) against {overall[2]:.0%}"
     return reason
 
 

@@ -108,6 +108,7 @@ class Pipeline:
         judged: Any = None,
         opinions: Sequence[Ledger] = (),
         learnt_loss: float | None = None,
+        jury: tuple[Ledger, Ledger] | None = None,
     ) -> Plan:
         """A pure function of its arguments (and of config, reference and which plug-ins are off).
 
@@ -115,7 +116,7 @@ class Pipeline:
         `windows` count epochs, and this plan is over the members of one piece.
         `copies` are the near-copies known, `stock` says where the bytes of the samples are, and `judged` is the judgement of
         the labels if it was already made for this ledger. Scores are means over the `opinions`, where there are any.
-        `learnt_loss` is what a probe of gradients found.
+        `learnt_loss` is what a probe of gradients found, and `jury` what a jury said.
         """
         for plugin in self.plugins:
             if "reference" in plugin.card.needs and self.reference is None:
@@ -124,7 +125,7 @@ class Pipeline:
         among = members(ledger.n, window, piece, pieces)
         window, windows = window * pieces + piece, windows * pieces
         clock = Clock(window=window, windows=windows, steered=steered, keep=keep, learnt_loss=learnt_loss)
-        view = View(ledger, clock, self.reference, copies, judged, seed)
+        view = View(ledger, clock, self.reference, copies, judged, seed, jury)
         rng = generator(seed, PLAN, window)
         sifted = self._filter(view) if pieces == 1 else _within(self._filter(view), among, ledger.n)
         batching = self.batching(batch_size, world, drop_last)

@@ -69,6 +69,7 @@ class View:
         copies: Copies | None = None,
         judged: Any = None,
         seed: int = 0,
+        jury: tuple[Ledger, Ledger] | None = None,
     ) -> None:
         self.n = ledger.n
         self._seed = seed
@@ -76,6 +77,8 @@ class View:
         """Which samples are copies of each other; None if they were not searched for."""
         self.judged = judged
         """The judgement of the labels, where it was made for this ledger already."""
+        self.jury = jury
+        """What a jury said: the net that trained on each sample, and the one that held it out. None without a jury."""
         self.clock = clock
         self._ledger = ledger
         self._reference = reference

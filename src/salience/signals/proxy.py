@@ -8,7 +8,6 @@ enter()                      those losses go into `losses`
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from salience.errors import ConfigError, StateError
-from salience.signals.attached import first_tensor
+from salience.signals.listening import Listening
 
 LEARNING_RATE = 0.01
 MOMENTUM = 0.9
@@ -27,7 +26,7 @@ MOMENTUM = 0.9
 
 
 class Proxy:
-    """The small model, its optimizer and its last loss on every sample. The hook on the attached model holds it weakly."""
+    """The small model, its optimizer and its last loss on every sample."""
 
     def __init__(self, beside: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer | None, n: int) -> None:
         mine = list(model.parameters())
@@ -39,22 +38,13 @@ class Proxy:
         self.optimizer = optimizer or torch.optim.SGD(mine, lr=LEARNING_RATE, momentum=MOMENTUM)
         self.losses = np.full(n, np.nan, dtype=np.float32)
         """Loss at the sample's last visit, float32 [n]; NaN where unknown."""
-        self._waiting = 0
-        """Batches delivered whose losses have not come: more than one where a loop fetches ahead."""
-        self._given: Tensor | None = None
+        self._listening = Listening(beside)
         self._pending: list[tuple[npt.NDArray[np.int64], Tensor | None, Tensor]] = []
-        hook = beside.register_forward_pre_hook(_Hook(self), with_kwargs=True)
-        self.close = weakref.finalize(self, hook.remove)
+        self.close = self._listening.close
         """Stop listening; `losses` stay as they are."""
-        self.close.atexit = False
 
     def deliver(self) -> None:
-        self._waiting += 1
-
-    def listen(self, given: Tensor | None) -> None:
-        """The attached model runs: its last call with gradients on before the losses is that of the batch."""
-        if self._waiting and torch.is_grad_enabled():
-            self._given = None if given is None else given.detach()
+        self._listening.deliver()
 
     def train(
         self, targets: Tensor, ids: npt.NDArray[np.int64], kept: Tensor | None = None, stand_ins: Sequence[int] = ()
@@ -64,14 +54,10 @@ class Proxy:
         Positions in `stand_ins` hold another sample than their id says; they are left out.
         Returns False where the attached model was not given as many samples. Nothing here waits for the device.
         """
-        given, self._given = self._given, None
-        self._waiting = max(0, self._waiting - 1)
-        if given is None or given.dim() == 0 or len(given) not in (len(ids), len(targets)):
-            return False
-        if len(given) != len(targets) and kept is not None:
-            given = given[kept.to(given.device)]
         like = next(self.model.parameters())
-        given = given.to(like.device, like.dtype) if given.is_floating_point() else given.to(like.device)
+        given = self._listening.take(ids, len(targets), kept, like)
+        if given is None:
+            return False
         with torch.enable_grad():
             losses = F.cross_entropy(self.model(given), targets.to(like.device, torch.int64), reduction="none")
             if stand_ins:
@@ -109,18 +95,3 @@ class Proxy:
             raise StateError(f"The saved proxy is another one; attach the model it was saved with. {cause}") from cause
         self._pending.clear()
         self.losses[:] = state["losses"].numpy()
-
-
-class _Hook:
-    """A forward pre-hook that holds its owner weakly. A copied or unpickled model gets one that does nothing."""
-
-    def __init__(self, owner: Proxy | None = None) -> None:
-        self._owner = None if owner is None else weakref.ref(owner)
-
-    def __call__(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        owner = None if self._owner is None else self._owner()
-        if owner is not None:
-            owner.listen(first_tensor((*given, *named.values())))
-
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        return _Hook, ()

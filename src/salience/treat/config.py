@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -24,12 +25,14 @@ class Treat:
     """Number of stages before the intermediate; None = what saves most."""
     r_max: int = 4
     """Most visits made from one intermediate."""
-    views: int | Literal["auto"] = "auto"
-    """Mean number of views per sample under "echo"; "auto" derives it from the measured times."""
+    views: int | Literal["auto"] | Callable[[float], float] = "auto"
+    """Mean number of views per sample under "echo"; "auto" derives it from the measured times, a function from progress."""
     distance: int = 2
     """Fewest batches between two views of a sample."""
     strength: bool = False
     """Stages that take a keyword `strength` get the sample's importance, from 0 to 1."""
+    adapt: bool = False
+    """Stages with a curve become stronger where training leaves validation behind, and weaker where it does not."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -39,8 +42,10 @@ class Treat:
                 raise ConfigError(f"treat: {name} is {getattr(self, name)}; it must be at least {least}.")
         if self.r_max > 255:
             raise ConfigError(f"treat: r_max is {self.r_max}; it must be at most 255.")
-        if self.views != "auto" and not 1 <= self.views <= MOST_VIEWS:
-            raise ConfigError(f'treat: views is {self.views}; it must be "auto" or from 1 to {MOST_VIEWS}.')
+        if not callable(self.views) and self.views != "auto" and not 1 <= self.views <= MOST_VIEWS:
+            raise ConfigError(
+                f'treat: views is {self.views}; it must be "auto", from 1 to {MOST_VIEWS}, or a function of progress.'
+            )
         if self.bytes < 0:
             raise ConfigError(f"treat: memory is {self.memory}; it must be at least 0.")
 

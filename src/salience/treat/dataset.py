@@ -39,6 +39,10 @@ class Treatment(NamedTuple):
     """True if the data set itself draws random numbers."""
     unread: bool = False
     """True if the cache did not read the samples whose intermediate is reused."""
+    progress: float | None = None
+    """How far the run is at this batch, from 0 to 1; None if no stage asks."""
+    adapted: float = 1.0
+    """The strength that follows the gap to validation."""
 
     @classmethod
     def fresh(cls, count: int, window: int = 0) -> Treatment:
@@ -98,7 +102,7 @@ class StagedDataset(Dataset[Any]):
         self._seed = seed
         self._source = dataset if isinstance(dataset, SourceDataset) else None
         self._many = callable(getattr(dataset, "__getitems__", None))
-        self._run = [Runner(stage, strength) for stage in stages]
+        self._run = [Runner(stage, strength, place) for place, stage in enumerate(stages)]
         random = [stage.random is not False for stage in stages]
         self._draws = [any(random[:k]) for k in range(len(random) + 1)]
         """True if a stage before number k may draw random numbers."""
@@ -146,10 +150,13 @@ class StagedDataset(Dataset[Any]):
                 if how.split:
                     if self._draws[how.split]:
                         seed_globals(first_seeds[k])
-                    value = self.through(value, 0, how.split, strength, first_seeds[k], times)
+                    value = self.through(
+                        value, 0, how.split, strength, first_seeds[k], times, how.progress, how.adapted
+                    )
                 unfit += not self._kept(k, ids[k], value, rest, how, times)
             seed_globals(seeds[k])
-            out.append(self.through(value, how.split, len(self.stages), strength, seeds[k], times))
+            stop = len(self.stages)
+            out.append(self.through(value, how.split, stop, strength, seeds[k], times, how.progress, how.adapted))
             rests.append(rest)
             if k not in found and not isinstance(out[k], Broken):
                 cost[k] = 1e6 * (per_read + perf_counter() - start)
@@ -184,7 +191,15 @@ class StagedDataset(Dataset[Any]):
         return kept
 
     def through(
-        self, value: Any, start: int, stop: int, strength: float = 1.0, seed: int = 1, times: StageTimes | None = None
+        self,
+        value: Any,
+        start: int,
+        stop: int,
+        strength: float = 1.0,
+        seed: int = 1,
+        times: StageTimes | None = None,
+        progress: float | None = None,
+        adapted: float = 1.0,
     ) -> Any:
         """The value after stages `start` to `stop`, or a Broken that names the one that failed."""
         if isinstance(value, Broken):
@@ -192,7 +207,7 @@ class StagedDataset(Dataset[Any]):
         for k in range(start, stop):
             begin = perf_counter()
             try:
-                value = self._run[k](value, strength, seed)
+                value = self._run[k](value, strength, seed, progress, adapted)
             except SalienceError:  # a missing package, for example
                 raise
             except Exception as error:  # a stage may raise anything when it is fed garbage

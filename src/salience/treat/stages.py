@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from salience.errors import ConfigError
+from salience.treat.curves import Curve, amount_at, check_curve
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +23,12 @@ class Stage:
     freeze: bool = False
     """Its draws may be kept with the intermediate, for up to `r_max` visits."""
     name: str | None = None
+    curve: Curve | None = None
+    """How strong it is over the run's progress, from 0 to 1: "fade", "rise", "early" or a function. A stage with a keyword
+    `strength` is told; any other is left out for the rest of the samples."""
 
     def __post_init__(self) -> None:
+        check_curve(self.curve)
         if not callable(self.call):
             raise ConfigError(
                 f"A stage is a callable on the sample; {self.call!r} is a {type(self.call).__name__} and cannot be called."
@@ -37,6 +42,11 @@ class Stage:
     def reusable(self) -> bool:
         """True if its result may be kept."""
         return self.random is False or self.freeze
+
+    @property
+    def changes(self) -> bool:
+        """True if what it does depends on the run's progress."""
+        return self.curve is not None or takes(self.call, "progress")
 
 
 def as_stages(augment: Sequence[Stage | Callable[..., Any]]) -> tuple[Stage, ...]:
@@ -58,7 +68,7 @@ def check_picklable(stages: Sequence[Stage], dataloader: Mapping[str, Any]) -> N
         return
     for stage in stages:
         try:
-            pickle.dumps(stage.call)
+            pickle.dumps((stage.call, stage.curve))
         except Exception as cause:
             raise ConfigError(
                 f"Stage {stage.label!r} cannot be sent to workers that are started by {method} ({cause}); define it at the "
@@ -67,28 +77,51 @@ def check_picklable(stages: Sequence[Stage], dataloader: Mapping[str, Any]) -> N
 
 
 class Runner:
-    """A stage as the worker calls it: a sample, the strength meant for it, and the seed of its draws."""
+    """A stage as the worker calls it: a sample, the strength meant for it, the seed of its draws, and how far the run is."""
 
-    def __init__(self, stage: Stage, strength: bool) -> None:
+    def __init__(self, stage: Stage, strength: bool, place: int = 0) -> None:
         self.label = stage.label
-        self._call = stage.call
-        self._strength = strength and takes_strength(stage.call)
+        self._call, self._curve, self._place = stage.call, stage.curve, place
+        self._takes_strength = takes(stage.call, "strength")
+        self._important = strength and self._takes_strength
+        self._progress = takes(stage.call, "progress")
         self._album = type(stage.call).__module__.partition(".")[0] == "albumentations"
 
-    def __call__(self, sample: Any, strength: float, seed: int) -> Any:
+    def __call__(
+        self, sample: Any, strength: float, seed: int, progress: float | None = None, adapted: float = 1.0
+    ) -> Any:
+        """`progress` None: the run's progress plays no part. `adapted` is the strength that follows the gap to validation."""
+        amount = 1.0
+        if self._curve is not None:
+            amount = amount_at(self._curve, progress) * adapted
+            if not self._takes_strength and amount < 1 and unit(seed, self._place) >= amount:
+                return sample
+        options: dict[str, float] = {}
+        if self._important or (self._curve is not None and self._takes_strength):
+            options["strength"] = amount * (strength if self._important else 1.0)
+        if self._progress:
+            options["progress"] = progress or 0.0
         if self._album:  # called by keyword, gives a dictionary, and has generators of its own
             if hasattr(self._call, "set_random_seed"):
                 self._call.set_random_seed(seed & 0xFFFFFFFF)  # pyright: ignore[reportFunctionMemberAccess]
             return self._call(image=sample)["image"]
-        return self._call(sample, strength=strength) if self._strength else self._call(sample)
+        return self._call(sample, **options)
 
 
-def takes_strength(call: Callable[..., Any]) -> bool:
-    """True if a stage has a keyword `strength`."""
+def takes(call: Callable[..., Any], keyword: str) -> bool:
+    """True if a stage has this keyword."""
     try:
-        return "strength" in inspect.signature(call).parameters
+        return keyword in inspect.signature(call).parameters
     except (TypeError, ValueError):
         return False
+
+
+def unit(seed: int, place: int) -> float:
+    """A number in [0, 1) of a sample's seed and a stage's place; no generator is touched (SplitMix64)."""
+    z = (seed + 0x9E3779B97F4A7C15 * (place + 1)) & 0xFFFFFFFFFFFFFFFF
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return ((z ^ (z >> 31)) >> 11) / (1 << 53)
 
 
 def parts(sample: Any) -> tuple[Any, Any]:

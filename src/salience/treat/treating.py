@@ -16,23 +16,43 @@ from salience.ledger.copies import Copies
 from salience.plan import FRESH, LEVEL_MASK, REUSED, STORED, VIEW_SHIFT, Plan, Shard
 from salience.ranks import Ranks
 from salience.seeds import AUGMENT, generator
-from salience.treat.config import Treat
+from salience.treat.config import MOST_VIEWS, Treat
+from salience.treat.curves import Adapting
 from salience.treat.dataset import BatchReport, StagedDataset, StageTimes, Treatment
 from salience.treat.echo import echo, echo_slots, views_needed, views_of
 from salience.treat.levels import ReuseTable, SplitPoint, assign_slots, choose_split, reuse_factor
 from salience.treat.rehearsal import Rehearsal, rehearsed
 from salience.treat.slots import slots_of
-from salience.treat.stages import Stage, takes_strength
+from salience.treat.stages import Stage, takes
 
 
 class Treating:
     """The treatment of one run."""
 
     def __init__(
-        self, dataset: Any, stages: Sequence[Stage], config: Treat, *, seed: int, workers: int, ranks: Ranks | None
+        self,
+        dataset: Any,
+        stages: Sequence[Stage],
+        config: Treat,
+        *,
+        seed: int,
+        workers: int,
+        ranks: Ranks | None,
+        windows: int | None = None,
     ) -> None:
+        """`windows` of the whole run, where stages or the number of views change with its progress."""
         self.config, self.stages = config, tuple(stages)
         self.n, self._seed, self._workers, self._ranks = len(dataset), seed, workers, ranks
+        self._windows = windows
+        self.changes = any(stage.changes for stage in stages)
+        """True if a stage changes with the run's progress."""
+        if windows is None and (self.changes or callable(config.views)):
+            raise ConfigError(
+                "A stage or the number of views changes with the run's progress: pass epochs= to the Loader."
+            )
+        if config.adapt and not any(stage.curve is not None for stage in stages):
+            raise ConfigError('treat: adapt needs a stage that may change: salience.Stage(call, curve="fade").')
+        self.adapting = Adapting() if config.adapt else None
         if not stages:
             raise ConfigError("augment= is empty; pass a list of at least one stage, or leave it out.")
         memory = memory_bytes()
@@ -57,6 +77,11 @@ class Treating:
         self.counts = dict.fromkeys(COUNTS, 0)
         self._visits, self._fresh = np.zeros((2, self.n), dtype=np.int32)
         """Visits of each sample, and those at which every stage was fresh."""
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The ranks of a distributed run."""
+        return self._ranks
 
     def begin(self, options: dict[str, Any]) -> tuple[list[str], dict[str, int]]:
         """Rehearse and choose the split, once per run; returns warnings, and what was asked of a Source."""
@@ -121,7 +146,7 @@ class Treating:
             ranks = None
         if self.config.strength and plan.ranks is None and ranks is not None:
             plan = replace(plan, importance=ranks[plan.ids].astype(np.float32))
-        self.kind, self.views = self._choice()
+        self.kind, self.views = self._choice(self._progress(plan, 0))
         rng = generator(self._seed, AUGMENT, plan.window)
         if self.split is None or self.kind == "fresh":
             return replace(plan, level=np.zeros(len(plan), dtype=np.uint8))
@@ -148,7 +173,12 @@ class Treating:
             level=level | (found.view << VIEW_SHIFT),
         )  # fmt: skip
 
-    def _choice(self) -> tuple[str, int]:
+    def _progress(self, plan: Plan, place: int) -> float:
+        """How far the run is at the batch that holds this place of the plan, from 0 to 1: the same on every rank."""
+        begun = place // plan.batch_size * plan.batch_size / max(1, len(plan))
+        return min(1.0, (plan.window + begun) / (self._windows or 1))
+
+    def _choice(self, progress: float) -> tuple[str, int]:
         """The treatment of the next window and its number of views, from the times measured so far."""
         kind, views = self.config.kind, self.config.views
         if self.split is None or kind in ("fresh", "reuse"):
@@ -162,7 +192,9 @@ class Treating:
         if kind == "auto":
             reading = batch[0] > saved / 2
             kind = "fresh" if saved + rest <= compute else "echo" if reading else "reuse"
-        if views == "auto":
+        if callable(views):
+            views = int(np.clip(round(float(views(progress))), 1, MOST_VIEWS))
+        elif views == "auto":
             views = views_needed(saved, rest, compute)
         if self._ranks is not None:
             number, views = map(int, self._ranks.broadcast([KINDS.index(kind), views]))
@@ -189,11 +221,13 @@ class Treating:
         split, size = (0, 0) if self.split is None else (self.split.stages, self.split.size)
         seed_reads = self._found is not None and bool(self._found.random[0])
         unread = self.unread(plan) is not None
+        adapted = 1.0 if self.adapting is None else self.adapting.amount
 
         def of(span: slice) -> Treatment:
+            progress = self._progress(plan, span.start) if self.changes else None
             return Treatment(
                 plan.window, plan.level[span], created[span], slot[span], plan.importance[span], split, size, seed_reads,
-                unread,
+                unread, progress, adapted,
             )  # fmt: skip
 
         return of
@@ -241,6 +275,7 @@ class Treating:
         """The fields of a `treat` event."""
         return {
             "treatment": self.kind, "views": self.views, "split": None if self.split is None else self.split.stages,
+            "adapted": 1.0 if self.adapting is None else self.adapting.amount,
             "frozen": self.frozen, "fresh_shares": self.fresh_shares,
             "costs_us": self.costs, "saved_seconds": round(self.saved, 3), **self.counts,
         }  # fmt: skip
@@ -259,6 +294,7 @@ class Treating:
             "split": None if self.split is None else [self.split.stages, self.split.size, self.split.slots],
             "slot": torch.from_numpy(self._table.slot.copy()), "born": torch.from_numpy(self._table.created.copy()),
             "uses": torch.from_numpy(self._table.uses.copy()), "turn": torch.from_numpy(self._turn.copy()),
+            "adapting": None if self.adapting is None else self.adapting.state_dict(),
             "found": None if found is None else [part.tolist() for part in found[:4]],
             "visits": torch.from_numpy(self._visits.copy()), "fresh": torch.from_numpy(self._fresh.copy()),
             "seconds": self._times.seconds.tolist(), "calls": self._times.calls.tolist(), "counts": dict(self.counts),
@@ -279,6 +315,8 @@ class Treating:
         self._turn = state["turn"].numpy().copy()
         self._visits[:], self._fresh[:] = state["visits"].numpy(), state["fresh"].numpy()
         self._times.seconds[:], self._times.calls[:] = state["seconds"], state["calls"]
+        if self.adapting is not None and state.get("adapting") is not None:
+            self.adapting.load_state_dict(state["adapting"])
         if state["found"] is not None:
             seconds, sizes, keeping, random = map(np.array, state["found"])
             self._found = Rehearsal(seconds, sizes, keeping, random, {})
@@ -311,8 +349,8 @@ def allowed_splits(
                     "random=False), or allow its draws to be kept with freeze=True)"
                 )
                 break
-            if strength and takes_strength(stage.call):
-                why = f"what stage {stage.label!r} gives depends on strength"
+            if (strength and takes(stage.call, "strength")) or stage.changes:
+                why = f"what stage {stage.label!r} gives depends on {'progress' if stage.changes else 'strength'}"
                 break
             frozen |= stage.random is not False
         allowed[k] = not frozen or any(later.random is not False and not later.freeze for later in stages[k:])

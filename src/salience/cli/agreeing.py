@@ -1,0 +1,311 @@
+"""What `salience scores compare` and `salience scores history` say and draw."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from salience.cli.text import columns
+from salience.errors import ConfigError, StateError
+
+if TYPE_CHECKING:
+    from salience.report.charts import Chart
+    from salience.select.agreement import Agreement
+    from salience.select.contrast import Contrast
+    from salience.select.view import Bools
+
+MAX_NETWORKS_DRAWN = 6
+MAX_CLASSES_DRAWN = 20
+NAMES = {
+    "ema_loss": "mean loss", "el2n": "EL2N", "aum": "AUM", "confidence": "1 - p(label)", "forgetting": "forgetting",
+    "variance": "variance", "grand": "GraNd",
+}  # fmt: skip
+"""What criteria are called in text."""
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Is importance a property of the data or of the model? Networks over the same data, pair by pair."""
+    from salience import ledger as ledgers
+    from salience.app.checkpoint import ledger_file
+    from salience.cli.opening import write_page
+    from salience.report.console import say
+    from salience.report.sheet import Table, sheet
+    from salience.select.agreement import agreement
+
+    if len(args.ledgers) < 2:
+        raise ConfigError("There is one run and nothing to compare it with; name at least two.")
+    loaded = {
+        name: ledgers.load(ledger_file(path)) for name, path in zip(names_of(args.ledgers), args.ledgers, strict=True)
+    }
+    n = next(iter(loaded.values())).n
+    found = agreement(loaded, wrong=wrong_labels(args.wrong, n))
+    said = sentences(found)
+    if args.json:
+        say(json.dumps(as_table(found, args.top)))
+        return 0
+    pairs = [["", "networks", "rank correlation", "hardest tenth", "suspected by both"]]
+    pairs += [
+        [
+            "", f"{one.a} / {one.b}", f"{one.correlations[found.criteria[0]]:.2f}", f"{one.overlaps[0.1]:.0%}",
+            f"{one.suspected[2]:,} of {one.suspected[0]:,} and {one.suspected[1]:,}",
+        ]
+        for one in found.pairs
+    ]  # fmt: skip
+    say("\n".join(said))
+    say(f"\n{columns(pairs)}")
+    rows = [
+        [str(i), f"{s:.2f}"]
+        for i, s in zip(found.unsteady[: args.top].tolist(), found.spread[: args.top].tolist(), strict=True)
+    ]
+    if rows:
+        say("\nHardest to rank (standard deviation of the rank, from 0 to 0.5):")
+        say(columns([["", *row] for row in rows]))
+    if args.output:
+        tables = [
+            Table(title="Pair by pair", head=pairs[0][1:], rows=[row[1:] for row in pairs[1:]]),
+            Table(
+                title="Hardest to rank", head=("sample", "standard deviation of its rank"), rows=rows,
+                note="Ranks go from 0 to 1; networks that drew them by lot would have a standard deviation of about 0.29.",
+            ),
+        ]  # fmt: skip
+        write_page(
+            sheet("salience scores compare", " · ".join(found.names), said=said, charts=drawn(found), tables=tables),
+            args.output,
+        )
+        say(f"\nWritten to {args.output}.")
+    return 0
+
+
+def sentences(found: Agreement) -> list[str]:
+    """What a comparison says, the verdict first."""
+    said = [
+        f"Importance is a property {found.verdict} here: over {found.samples:,} samples the ranks by "
+        f"{NAMES[found.criteria[0]]} correlate by {found.correlation:.2f}, and the hardest tenth of one network holds "
+        f"{found.overlap:.0%} of that of another (10% by chance)."
+    ]
+    if any(found.suspected):
+        each = ", ".join(f"{count:,}" for count in found.suspected)
+        said.append(
+            f"Labels suspected by each network: {each}; by more than half of them: {found.voted:,}; by one alone: "
+            f"{found.alone:,}."
+        )
+    else:
+        said.append("No network suspects a label.")
+    if found.found:
+        alone = {name: value for name, value in found.found.items() if name != "all together"}
+        best = max(alone, key=lambda name: alone[name])
+        said.append(
+            f"The labels known to be wrong rank over the others with an AUROC of {found.found['all together']:.3f} by all "
+            f"networks together (mean rank), and of {alone[best]:.3f} by the best one alone, {best}."
+        )
+    return said
+
+
+def drawn(found: Agreement) -> list[Chart]:
+    """Correlation by criterion, overlap over the share, and correlation by class."""
+    from salience.report.charts import Series, bars, lines
+    from salience.report.words import percent
+
+    pairs = found.pairs[:MAX_NETWORKS_DRAWN]
+    titles = [f"{one.a} / {one.b}" for one in pairs]
+    note = f"The first {len(pairs)} of {len(found.pairs)} pairs." if len(found.pairs) > len(pairs) else ""
+    shares = list(pairs[0].overlaps)
+    overlaps = [
+        Series(name=name, values=[one.overlaps[s] for s in shares]) for name, one in zip(titles, pairs, strict=True)
+    ]
+    correlations = [
+        Series(name=name, values=[max(0.0, one.correlations[c]) for c in found.criteria])
+        for name, one in zip(titles, pairs, strict=True)
+    ]
+    by_class = {
+        c: float(np.mean([one.by_class[c] for one in found.pairs if c in one.by_class])) for c in pairs[0].by_class
+    }
+    lowest = sorted(by_class, key=lambda c: by_class[c])[:MAX_CLASSES_DRAWN]
+    charts = [
+        bars(
+            "Rank correlation, by criterion", [NAMES[name] for name in found.criteria],
+            correlations,
+            form="{:.2f}".format, what="criterion", note=note, hues=False,
+        ),
+        lines(
+            "Overlap of the hardest", shares, [*overlaps[: MAX_NETWORKS_DRAWN - 1], Series(name="by chance", values=shares)],
+            x_label="share of hardest samples", form=percent, x_form=percent, least=0.0, note=note,
+        ),
+    ]  # fmt: skip
+    if lowest:
+        charts.append(
+            bars(
+                "Rank correlation within classes", [f"class {c}" for c in lowest],
+                [Series(name="mean of the pairs", values=[max(0.0, by_class[c]) for c in lowest])],
+                form="{:.2f}".format, what="class", hues=False,
+                note=f"The {len(lowest)} lowest of {len(by_class)} classes." if len(by_class) > len(lowest) else "",
+            )
+        )  # fmt: skip
+    return charts
+
+
+def as_table(found: Agreement, top: int) -> dict[str, Any]:
+    """A comparison as plain values."""
+    return {
+        "networks": list(found.names), "samples": found.samples, "verdict": found.verdict,
+        "rank_correlation": round(found.correlation, 4), "overlap_hardest_tenth": round(found.overlap, 4),
+        "suspected": list(found.suspected), "voted": found.voted, "alone": found.alone, "auroc": dict(found.found),
+        "pairs": [
+            {
+                "a": one.a, "b": one.b, "correlations": dict(one.correlations),
+                "overlaps": {str(k): v for k, v in one.overlaps.items()}, "suspected": list(one.suspected),
+                "by_class": {str(k): v for k, v in one.by_class.items()},
+            }
+            for one in found.pairs
+        ],
+        "unsteady": [[i, round(s, 4)] for i, s in zip(found.unsteady[:top].tolist(), found.spread[:top].tolist(), strict=True)],
+    }  # fmt: skip
+
+
+def history(args: argparse.Namespace) -> int:
+    """How suspected, hard and easy samples came along, side by side, and what tells the first from the second."""
+    from salience import ledger as ledgers
+    from salience.app.checkpoint import HISTORY, ledger_file
+    from salience.cli.opening import write_page
+    from salience.ledger import history as histories
+    from salience.report.console import say
+    from salience.report.sheet import Table, sheet
+    from salience.select.contrast import contrast, groups_of
+
+    folder = Path(args.ledger)
+    ledger = ledgers.load(ledger_file(folder))
+    file = Path(args.history) if args.history else (folder if folder.is_dir() else folder.parent) / HISTORY
+    if not file.exists():
+        raise StateError(
+            f"There is no {str(file)!r}; `salience train` writes it, and salience.ledger.history.save(loader.history, file)."
+        )
+    kept = histories.load(file)
+    if kept.n != ledger.n:
+        raise StateError(f"The history is of {kept.n:,} samples, the ledger of {ledger.n:,}; they must be of one run.")
+    wrong = wrong_labels(args.wrong, ledger.n)
+    found = contrast(kept, groups_of(ledger, wrong), known=wrong is not None)
+    said = told(found)
+    table = rows_of(found)
+    if args.json:
+        say(json.dumps({
+            "windows": list(found.windows), "sizes": dict(found.sizes), "known": found.known,
+            "course": {q: {g: _plain(v) for g, v in of.items()} for q, of in found.course.items()},
+            "separation": {q: _plain(v) for q, v in found.separation.items()},
+        }))  # fmt: skip
+        return 0
+    say("\n".join(said))
+    say(f"\n{columns([['', *row] for row in table])}")
+    if args.output:
+        page = sheet(
+            "salience scores history", folder.name, said=said, charts=courses(found),
+            tables=[Table(title="Epoch by epoch", head=table[0], rows=table[1:])],
+        )  # fmt: skip
+        write_page(page, args.output)
+        say(f"\nWritten to {args.output}.")
+    return 0
+
+
+def told(found: Contrast) -> list[str]:
+    """What a history says, in sentences."""
+    sizes = ", ".join(f"{count:,} {name}" for name, count in found.sizes.items())
+    said = [f"Of the samples followed over {len(found.windows)} epochs: {sizes}."]
+    if not found.windows:
+        return ["The history has no epochs."]
+    if not found.sizes[found.first]:
+        return [*said, f"None is {found.first}, so that there is nothing to tell from hard ones."]
+    best = found.best()
+    if best is not None:
+        name, window, value = best
+        how = "higher" if value >= 0.5 else "lower"
+        said.append(
+            f"What tells {found.first} labels from hard samples best is {name} after epoch {window + 1}, {how} in the former "
+            f"(AUROC {max(value, 1 - value):.2f})."
+        )
+    last = {name: values[-1] for name, values in found.separation.items() if np.isfinite(values[-1])}
+    said.append(
+        "At the end: " + ", ".join(f"{name} {value:.2f}" for name, value in last.items()) + " (0.5 = not at all)."
+    )
+    if not found.known:
+        said.append(
+            "The suspected are those this run came to suspect, so that this says by what, and not that it is right; "
+            "--wrong FILE measures it against labels known to be wrong."
+        )
+    return said
+
+
+def rows_of(found: Contrast) -> list[list[str]]:
+    """A line per epoch: mean loss and variance of every group, times forgotten, and what separates."""
+    head = [
+        "epoch",
+        *(f"{q} {g}" for q in found.course for g in found.sizes),
+        *(f"AUROC {q}" for q in found.separation),
+    ]
+    rows = [head]
+    for i, window in enumerate(found.windows):
+        values = [found.course[q][g][i] for q in found.course for g in found.sizes]
+        apart = [found.separation[q][i] for q in found.separation]
+        rows.append([str(window + 1), *(_cell(v, ".3g") for v in values), *(_cell(v, ".2f") for v in apart)])
+    return rows
+
+
+def courses(found: Contrast) -> list[Chart]:
+    """A chart per quantity with the groups side by side, and one of what separates."""
+    from salience.report.charts import Series, lines
+
+    x = [window + 1.0 for window in found.windows]
+    titles = {
+        "loss": "Mean loss",
+        "variance": "Variance of the loss",
+        "forgotten": "Times forgotten",
+        "right": "Times right",
+    }
+    charts = [
+        lines(
+            titles[quantity], x, [Series(name=name, values=_plain(values)) for name, values in of.items()],
+            x_label="epoch", form="{:.3g}".format, least=0.0,
+        )
+        for quantity, of in found.course.items()
+    ]  # fmt: skip
+    apart = [Series(name=name, values=_plain(values)) for name, values in found.separation.items()]
+    note = f"AUROC of {found.first} against hard samples: 0.5 tells nothing, 1 and 0 tell everything."
+    charts.append(lines("What separates", x, apart, x_label="epoch", form="{:.2f}".format, least=0.0, note=note))
+    return charts
+
+
+def wrong_labels(file: str | None, n: int) -> Bools | None:
+    """A mask of the ids in a file, one per line; None without a file."""
+    if not file:
+        return None
+    try:
+        ids = [int(line) for line in Path(file).read_text(encoding="utf-8").split()]
+    except OSError as cause:
+        raise ConfigError(f"--wrong {file!r} cannot be read: {cause.strerror or cause}.") from cause
+    except ValueError as cause:
+        raise ConfigError(f"--wrong {file!r} must hold ids of samples, one per line: {cause}.") from cause
+    outside = [i for i in ids if not 0 <= i < n]
+    if outside:
+        raise ConfigError(f"--wrong {file!r} names sample {outside[0]}; there are {n:,}, from 0.")
+    mask = np.zeros(n, dtype=bool)
+    mask[ids] = True
+    return mask
+
+
+def names_of(paths: Sequence[str]) -> list[str]:
+    """What networks are called: their folders or files, with a number where two are called alike."""
+    plain = [Path(path).resolve().name if Path(path).is_dir() else Path(path).stem for path in paths]
+    return [
+        name if plain.count(name) == 1 else f"{name} ({plain[: i + 1].count(name)})" for i, name in enumerate(plain)
+    ]
+
+
+def _cell(value: float, form: str) -> str:
+    return format(value, form) if np.isfinite(value) else "-"
+
+
+def _plain(values: Any) -> list[float | None]:
+    return [float(value) if np.isfinite(value) else None for value in values]

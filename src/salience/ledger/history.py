@@ -1,0 +1,109 @@
+"""What the ledger said window by window, of a sample of the samples: how losses came down, swung, or stayed.
+
+A ledger holds the present only. A history keeps a few of its columns for up to MAX_SAMPLES samples, drawn by the seed, after
+every window: ten bytes per sample and window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from salience.errors import StateError
+from salience.files import read_npz, write_npz
+from salience.ledger.ledger import Ledger
+from salience.seeds import TIES, generator
+
+FORMAT = "salience-history-1"
+MAX_SAMPLES = 5_000
+"""Most samples that are followed."""
+MAX_WINDOWS = 200
+"""Most windows that are kept; of more, every second one goes, then every second of the rest."""
+FOLLOWED: dict[str, type[np.generic]] = {
+    "last_loss": np.float16, "var_loss": np.float16, "confidence": np.float16, "forgotten": np.int16, "right": np.int16,
+}  # fmt: skip
+"""Columns that are kept, and as what."""
+
+
+class History:
+    """Columns of the ledger after each window, [windows, followed samples]."""
+
+    def __init__(self, n: int, seed: int = 0) -> None:
+        self.n = n
+        self.ids: npt.NDArray[np.int64] = np.arange(n)
+        """The samples followed, ascending, int64 [m]."""
+        if n > MAX_SAMPLES:
+            self.ids = np.sort(generator(seed, TIES, n).choice(n, MAX_SAMPLES, replace=False))
+        self.windows: list[int] = []
+        self._every = 1
+        self._rows: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in FOLLOWED}
+
+    def note(self, ledger: Ledger, window: int) -> None:
+        """Keep what the ledger says after `window`; a window that was noted before is replaced."""
+        if window % self._every:
+            return
+        if window in self.windows:
+            self._cut(self.windows.index(window))
+        self.windows.append(window)
+        for name, dtype in FOLLOWED.items():
+            most = 60_000 if dtype is np.float16 else np.iinfo(np.int16).max
+            self._rows[name].append(np.clip(ledger[name][self.ids], -most, most).astype(dtype))
+        if len(self.windows) > MAX_WINDOWS:
+            self._every *= 2
+            stay = [i for i, window in enumerate(self.windows) if window % self._every == 0]
+            self.windows = [self.windows[i] for i in stay]
+            self._rows = {name: [rows[i] for i in stay] for name, rows in self._rows.items()}
+
+    def _cut(self, length: int) -> None:
+        del self.windows[length:]
+        for rows in self._rows.values():
+            del rows[length:]
+
+    def __len__(self) -> int:
+        """Number of windows."""
+        return len(self.windows)
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        """One column, [windows, followed samples]."""
+        rows = self._rows[name]
+        return np.stack(rows) if rows else np.empty((0, len(self.ids)), dtype=FOLLOWED[name])
+
+    def state_dict(self) -> dict[str, npt.NDArray[Any]]:
+        columns = {name: self[name] for name in FOLLOWED}
+        head = {"n": np.array(self.n), "every": np.array(self._every), "ids": self.ids}
+        return {**head, "windows": np.array(self.windows, dtype=np.int64), **columns}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        found = {name: np.asarray(state[name]) for name in ("n", "every", "ids", "windows", *FOLLOWED) if name in state}
+        missing = {"n", "every", "ids", "windows", *FOLLOWED} - set(found)
+        if missing:
+            raise StateError(f"The saved history lacks {', '.join(sorted(missing))}.")
+        n, ids, windows = int(found["n"]), found["ids"], found["windows"]
+        fits = (
+            ids.ndim == windows.ndim == 1 and ids.dtype.kind == windows.dtype.kind == "i" and int(found["every"]) >= 1
+        )
+        fits = fits and (len(ids) == 0 or (ids.min() >= 0 and ids.max() < n)) and bool((np.diff(windows) > 0).all())
+        for name, dtype in FOLLOWED.items():
+            fits = fits and found[name].shape == (len(windows), len(ids)) and found[name].dtype == dtype
+        if not fits:
+            raise StateError("The saved history has columns whose types or shapes do not fit each other.")
+        self.n, self.ids, self.windows, self._every = n, ids, windows.tolist(), int(found["every"])
+        self._rows = {name: list(found[name]) for name in FOLLOWED}
+
+
+def save(history: History, path: str | Path) -> None:
+    """Write it; the file appears whole or not at all."""
+    write_npz(path, {"format": np.array(FORMAT), **history.state_dict()})
+
+
+def load(path: str | Path) -> History:
+    history = History(0)
+    try:
+        history.load_state_dict(read_npz(path, FORMAT, "history"))
+    except StateError as cause:
+        raise StateError(f"{str(path)!r} cannot be loaded. {cause}") from cause
+    return history

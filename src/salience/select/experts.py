@@ -1,0 +1,248 @@
+"""Wrong labels by several criteria and several networks: a mixture of experts whose gate is calibrated in the run.
+
+    experts    what one network's history says of each label: confident-learning odds, AUM, loss, ..., as logits of ranks
+    families   networks that judge the same labels: the model, a jury's net that trained on the sample, one that held it out
+    gate       within a family, non-negative weights by which its experts foretell what the other families say, pulled towards
+               the expert that is best alone; between families, as much weight as a family's evidence is news
+    mixture    the weighted sum
+
+The evidence is made in the run: a net that never trained on a sample cannot have learnt its wrong label by heart. One expert
+alone, or one network alone, stays possible: then there is nothing to weigh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from salience.errors import ConfigError, did_you_mean
+from salience.registry import card
+from salience.seeds import TIES, generator
+from salience.select.codes import class_codes
+from salience.select.contradictions import calibrated, evidence, odds_of_wrong, sharpness
+from salience.select.noise import judge, noise
+from salience.select.ranks import rank_normalise
+from salience.select.view import Floats, Verdict, View
+
+MAX_SAMPLES_WEIGHED = 20_000
+"""A gate is fitted to at most this many samples."""
+PULL = 0.3
+"""Strength, per sample, with which weights are pulled towards the anchor alone: what foretells another network's opinion is not
+always what tells wrong labels (benchmarks/RESULTS.md)."""
+ANCHOR, ANCHORED = "odds", 0.6
+"""The expert that speaks for a family when another family's gate is calibrated, and its weight where nothing moves it."""
+MODEL_SHARE = 1.0
+"""Weight of the first family; the others share as much, as far as they are not alike given the first."""
+Doubles = npt.NDArray[np.float64]
+
+
+def _odds(of: Any) -> Floats:
+    """How much better other classes, mislabelled at the rates seen, explain the label than its own (confident learning)."""
+    _, (label, vote) = class_codes(of.label, of.vote)
+    found = evidence(label, vote, of.vote_p)
+    columns = (label, vote, of.vote_p, of.confidence)
+    return odds_of_wrong(*columns, found.transitions, sharpness(*columns, found, found.rate))
+
+
+def _aum(of: Any) -> Floats:
+    return -of.margin_sum / np.maximum(of.seen, 1).astype(np.float32)
+
+
+def _forgetting(of: Any) -> Floats:
+    return np.where(of.right > 0, of.forgotten, of.seen).astype(np.float32)
+
+
+def _persistent(of: Any) -> Floats:
+    """Share of the visits at which the label was not given: a gradient that stays high for many windows."""
+    return 1 - of.right / np.maximum(of.seen, 1).astype(np.float32)
+
+
+def _three_sigma(of: Any) -> Floats:
+    """Standard deviations by which the mean loss lies above the mean of its class."""
+    loss, label = np.nan_to_num(of.mean_loss).astype(np.float64), np.maximum(of.label, 0)
+    count = np.maximum(np.bincount(label), 1)
+    mean = np.bincount(label, weights=loss) / count
+    spread = np.sqrt(np.maximum(np.bincount(label, weights=loss**2) / count - mean**2, 1e-12))
+    return ((loss - mean[label]) / spread[label]).astype(np.float32)
+
+
+EXPERTS: dict[str, Callable[[Any], Floats]] = {
+    "odds": _odds,
+    "aum": _aum,
+    "margin": lambda of: -of.margin,
+    "loss": lambda of: of.mean_loss,
+    "el2n": lambda of: of.el2n.astype(np.float32),
+    "variance": lambda of: of.var_loss,
+    "forgetting": _forgetting,
+    "persistent": _persistent,
+    "three_sigma": _three_sigma,
+}
+"""Name -> a number per sample from a ledger or a view of one, float32 [n]; higher = likelier wrong."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Mixture:
+    """What the experts together say."""
+
+    logit: Doubles
+    """Evidence that each label is wrong, float64 [n]; its order and its differences have a meaning."""
+    weights: Mapping[str, Mapping[str, float]]
+    """Family -> expert -> weight of the gate within the family."""
+    shares: Mapping[str, float]
+    """Family -> weight of the gate between families."""
+
+    @property
+    def text(self) -> str:
+        """The weights in words, those of 0 left out."""
+        return "; ".join(
+            f"{family} {self.shares[family]:.2f} ("
+            + ", ".join(f"{name} {w:.2f}" for name, w in of.items() if w >= 0.005)
+            + ")"
+            for family, of in self.weights.items()
+        )
+
+
+def mixture_of(families: Mapping[str, Any], *, experts: Sequence[str] = (ANCHOR,), seed: int = 0) -> Mixture:
+    """Weigh the experts of each family (a ledger, or a view of one) by what the others say, and the families by their news."""
+    for name in experts:
+        if name not in EXPERTS:
+            raise ConfigError(f"There is no expert {name!r}.{did_you_mean(name, EXPERTS)}")
+    if not experts or not families:
+        raise ConfigError("A mixture needs at least one expert and one network.")
+    anchor = ANCHOR if ANCHOR in experts else experts[0]
+    alone = np.array([ANCHORED * (one == anchor) for one in experts])
+    said = {name: np.stack([logit_ranks(EXPERTS[one](of)) for one in experts], axis=1) for name, of in families.items()}
+    n = len(next(iter(said.values())))
+    some = np.arange(n)
+    if n > MAX_SAMPLES_WEIGHED:
+        some = generator(seed, TIES, n).choice(n, MAX_SAMPLES_WEIGHED, replace=False)
+    opinion = {name: probabilities(columns[:, experts.index(anchor)]) for name, columns in said.items()}
+    weights: dict[str, dict[str, float]] = {}
+    voices: list[Doubles] = []
+    for name, columns in said.items():
+        others = [opinion[other] for other in said if other != name]
+        gate = alone
+        if others and len(experts) > 1:  # else there is nothing to weigh, or nobody to weigh it by
+            gate = weights_of(columns[some], np.mean(others, axis=0)[some], prior=alone)
+        weights[name] = dict(zip(experts, gate.tolist(), strict=True))
+        voice = columns @ gate
+        voices.append(voice / max(float(voice.std()), 1e-12))
+    shares = news([voice[some] for voice in voices])
+    total = sum((share * voice for share, voice in zip(shares, voices, strict=True)), np.zeros(n))
+    return Mixture(logit=total, weights=weights, shares=dict(zip(said, shares, strict=True)))
+
+
+def news(voices: Sequence[Doubles]) -> list[float]:
+    """Weights of standardised voices, the first of them MODEL_SHARE.
+
+    The others share MODEL_SHARE, times 1 - c, where c is how much they correlate beyond what the first explains (their mean
+    partial correlation, 0 to 1): what they share and the first lacks is a weakness of theirs rather than news.
+    """
+    count = len(voices) - 1
+    if not count:
+        return [MODEL_SHARE]
+    r: Doubles = np.asarray(np.corrcoef(np.stack(voices)), dtype=np.float64)
+    partial = [
+        (r[i, j] - r[0, i] * r[0, j]) / np.sqrt(max((1 - r[0, i] ** 2) * (1 - r[0, j] ** 2), 1e-12))
+        for i in range(1, count + 1)
+        for j in range(i + 1, count + 1)
+    ]
+    alike = float(np.clip(np.nan_to_num(np.mean(partial)), 0, 1)) if partial else 0.0
+    return [MODEL_SHARE, *[MODEL_SHARE * (1 - alike) / count] * count]
+
+
+def logit_ranks(score: npt.NDArray[Any]) -> Doubles:
+    """log(r / (1 - r)) of each value's rank r: comparable over experts, however skewed; 0 where nothing is known."""
+    score = np.asarray(score, dtype=np.float32)
+    known = np.isfinite(score)
+    ranks = np.full(len(score), 0.5)
+    if known.any():
+        ranks[known] = np.clip(rank_normalise(score[known]), 1e-4, 1 - 1e-4)
+    return np.asarray(np.log(ranks / (1 - ranks)), dtype=np.float64)
+
+
+def probabilities(logit: Doubles, rate: float = 0.2) -> Doubles:
+    """1 / (1 + exp(-(logit + c))) with c such that the mean is `rate`: a soft opinion, sure only at the end of the list."""
+    low, high = -30.0, 30.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _sigmoid(logit + middle).mean() < rate else (low, middle)
+    return _sigmoid(logit + low)
+
+
+def weights_of(columns: Doubles, target: Doubles, *, prior: Doubles, pull: float = PULL) -> Doubles:
+    """Non-negative weights of a logistic regression of `target` (0 to 1, [n]) on the columns [n, k], pulled towards `prior`.
+
+    Minimises the cross-entropy + pull * n / 2 * |weights - prior|^2 by Newton's method, with a free intercept; the most
+    negative weight is set to 0 and the rest fitted anew until none is negative: an expert may be silenced, not turned round.
+    """
+    active = list(range(columns.shape[1]))
+    found = np.zeros(columns.shape[1])
+    while active:
+        fitted = _logistic(columns[:, active], target, prior[active], pull * len(columns))
+        if fitted.min() >= 0:
+            found[active] = fitted
+            break
+        active.pop(int(fitted.argmin()))
+    return found
+
+
+def _logistic(columns: Doubles, target: Doubles, prior: Doubles, strength: float) -> Doubles:
+    x = np.column_stack((columns, np.ones(len(columns))))
+    penalty, centre = np.append(np.full(len(prior), strength), 1e-6), np.append(prior, 0.0)
+    b = centre.copy()
+    for _ in range(25):
+        p = _sigmoid(x @ b)
+        gradient = x.T @ (p - target) + penalty * (b - centre)
+        step = np.linalg.solve((x * (p * (1 - p))[:, None]).T @ x + np.diag(penalty), gradient)
+        b = b - step
+        if np.abs(step).max() < 1e-6:
+            break
+    return np.asarray(b[:-1], dtype=np.float64)
+
+
+def _sigmoid(x: Doubles) -> Doubles:
+    return np.asarray(1 / (1 + np.exp(-np.clip(x, -30, 30))), dtype=np.float64)
+
+
+def families_of(view: View) -> dict[str, Any]:
+    """The networks whose history a view has: the model, and its jury where there is one."""
+    found: dict[str, Any] = {"model": view}
+    if view.jury is not None:
+        trained, held_out = view.jury
+        if (held_out.vote_p[:, 0] > 0).any() and (trained.vote_p[:, 0] > 0).any():
+            found |= {"jury": trained, "jury, held out": held_out}
+    return found
+
+
+@card(needs=("margin",), exact=False)
+def panel(
+    view: View,
+    *,
+    experts: Sequence[str] = (ANCHOR,),
+    start: float = 0.3,
+    over: float = 0.5,
+    revisit: int = 3,
+    weight: float = 0.0,
+) -> Verdict:
+    """`noise`, where several networks and criteria tell which labels are wrong: a mixture of experts calibrated in the run.
+
+    Whether there are wrong labels, and how many, is judged as by `noise`, and the other options are the same. `experts` are the
+    criteria that have a say; the jury of `attach(model, jury=[...])` adds its voice and calibrates the gate. Without a jury the
+    first criterion speaks alone. The weights are part of the reason.
+    """
+    found = view.judged or judge(view)
+    if not found.rate > 0:
+        return noise(view, start=start, over=over, revisit=revisit, weight=weight)
+    mixed = mixture_of(families_of(view), experts=experts)
+    known = np.isfinite(found.wrong)
+    stated = calibrated(np.exp(np.clip(2 * mixed.logit, -13, 13)).astype(np.float32), known, found.rate)
+    mine = copy(view)
+    mine.judged = replace(found, wrong=np.where(known, stated, np.float32(np.nan)).astype(np.float32))
+    said = noise(mine, start=start, over=over, revisit=revisit, weight=weight)
+    return replace(said, reason=f"{said.reason}; experts: {mixed.text}")
