@@ -9,12 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jobs import JobProcess, alone, decode
+import pytest
 from server import Server
 
 import salience
+from jobs import JobProcess, alone, decode
 from salience.feed.index import Index
 from salience.feed.sharing import finding
+
+pytest_plugins = ("feed_fixtures",)
+pytestmark = pytest.mark.usefixtures("feeds")
 
 
 def until(true: Callable[[], bool]) -> None:

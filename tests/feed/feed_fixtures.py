@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from server import Server
 
 from salience.feed.index import Index
@@ -24,7 +20,7 @@ from salience.feed.sharing import finding
 N = 160
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def feeds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Feeds of this test alone; none of them is left behind."""
     with tempfile.TemporaryDirectory(prefix="sf") as folder:
