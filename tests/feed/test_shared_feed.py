@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from feed_jobs import JobProcess, alone, decode, other_decode, stages
 from server import Server
 
 import salience
-from jobs import JobProcess, alone, decode, other_decode, stages
 from salience.errors import ConfigError
 from salience.feed.index import Index
 from salience.feed.sharing import finding

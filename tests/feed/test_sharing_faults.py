@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from feed_jobs import JobProcess, alone, decode
 from server import Server
 
 import salience
-from jobs import JobProcess, alone, decode
 from salience.feed.index import Index
 from salience.feed.sharing import finding
 
