@@ -50,10 +50,9 @@ class Split:
 
     def pixels(self, ids: Sequence[int]) -> list[npt.NDArray[np.uint8] | None]:
         """Images to train on by number; None for one that cannot be read."""
-        source = self.train.source if isinstance(self.train, SharedFeed) else self.train
-        if not isinstance(source, Source):
+        if not isinstance(self.train, (Source, SharedFeed)):
             return [self.train[i][0] for i in ids]
-        images = Images(source, Decode(self.size))
+        images = Images(self.train.source if isinstance(self.train, SharedFeed) else self.train, Decode(self.size))
         return [None if isinstance(got, BrokenSample) else got for got in images.tried(ids)]
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from salience.errors import StoreError
+from salience.errors import StateError, StoreError
 from salience.feed.prints import fingerprint
 from salience.feed.reads import Broken, Counts
 from salience.feed.shared import SERIAL_SHIFT
@@ -17,8 +17,10 @@ from salience.feed.sharing.wire import Gone, Line, Message
 from salience.feed.source import Source
 from salience.memory import Memory, Token
 
-SECONDS_BETWEEN_TRIES = 1.0
-"""Seconds between two attempts to reach a feed that is gone."""
+SECONDS_BETWEEN_TRIES = 0.5
+"""Seconds between the first two attempts to reach a feed that is gone; each further pause is twice as long."""
+LONGEST_PAUSE = 120.0
+"""Seconds between two attempts at most: a feed that hangs costs every attempt the time it is waited for."""
 ANSWER_SECONDS = 30.0
 """Seconds after which a feed that does not answer counts as gone."""
 
@@ -42,23 +44,24 @@ class Taken:
 class SharedHandle:
     """Takes batches from a feed. Usable after a fork, and in spawned workers."""
 
-    def __init__(self, path: str, source: Source, *, shares: bool) -> None:
-        """`shares`: the samples are wanted in a decoded form that other jobs may use; otherwise their bytes are."""
-        self._path, self._source, self._shares = path, source, shares
+    def __init__(self, path: str, source: Source, *, shares: bool, patience: float) -> None:
+        """`shares`: the samples are wanted in a decoded form that other jobs may use; otherwise their bytes are. `patience`:
+        seconds that the feed may hold this job for slower ones."""
+        self._path, self._source, self._shares, self._patience = path, source, shares, patience
         self._memory = Memory(8)
         self._job = self._memory.array("int64", 1)
         """Number of the job at the feed; another one after the feed was started anew, 0 without one."""
         self._here: _Connection | None = None
-        self._tried = 0.0
+        self._tried, self._pause = 0.0, SECONDS_BETWEEN_TRIES
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self._path, "source": self._source, "shares": self._shares, "memory": self._memory}
+        return {name: getattr(self, name) for name in ("_path", "_source", "_shares", "_patience", "_memory")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._path, self._source, self._shares, self._memory = (
-            state[name] for name in ("path", "source", "shares", "memory")
-        )
+        for name, value in state.items():
+            setattr(self, name, value)
         self._job, self._here, self._tried = self._memory.array("int64", 1), None, 0.0
+        self._pause = SECONDS_BETWEEN_TRIES
 
     def belongs_to(self, job: int) -> None:
         """From here on batches are taken for this job; 0 = there is no feed."""
@@ -72,6 +75,7 @@ class SharedHandle:
             try:
                 taken = connection.take(ticket, ids, decode, self._shares)
                 taken.fetching = time.perf_counter() - begin - taken.decoding
+                self._pause = SECONDS_BETWEEN_TRIES
                 return taken
             except Gone:
                 self._drop()
@@ -92,25 +96,26 @@ class SharedHandle:
             if here.process == os.getpid():
                 here.line.close()
             here = self._here = None
-        if here is None and job and time.monotonic() - self._tried > SECONDS_BETWEEN_TRIES:
+        if here is None and job and time.monotonic() - self._tried > self._pause:
             try:
-                here = self._here = _Connection(self._path, job, self._source)
-            except (Gone, StoreError):
-                self._tried = time.monotonic()
+                here = self._here = _Connection(self._path, job, self._source, ANSWER_SECONDS + self._patience)
+            except (Gone, StateError):
+                self._drop()
         return here
 
     def _drop(self) -> None:
         if self._here is not None:
             self._here.line.close()
         self._here, self._tried = None, time.monotonic()
+        self._pause = min(LONGEST_PAUSE, 2 * self._pause)
 
 
 class _Connection:
     """A worker's connection, and the feed's memory as it sees it."""
 
-    def __init__(self, path: str, job: int, source: Source) -> None:
+    def __init__(self, path: str, job: int, source: Source, seconds: float) -> None:
         self.process, self.job, self._source = os.getpid(), job, source
-        self.line = Line(path, timeout=ANSWER_SECONDS)
+        self.line = Line(path, timeout=seconds)
         answer = self.line.ask("hello", {"role": "worker", "job": job})
         if answer.kind != "welcome":
             self.line.close()

@@ -44,14 +44,14 @@ class JobFeed:
         self.source, self.workers, self.budget = source, workers, terms.budget
         self._terms, self._identity, self._form = terms, identity, form or ""
         self._path = finding.socket_of(terms.name)
-        self.handle = SharedHandle(self._path, source, shares=form is not None)
+        self.handle = SharedHandle(self._path, source, shares=form is not None, patience=terms.patience)
         self._owner = os.getpid()
         self._line: Line | None = None
         self._serial, self._looked, self._started = 0, 0.0, 0.0
         self._published: dict[str, Any] = {}
         """The window in progress, as it was told to the feed."""
         self._launch: subprocess.Popen[str] | None = None
-        self._stopped = False
+        self._failed_before = self._stopped = False
         """True if the feed was stopped on purpose."""
         self._said: list[str] = []
         self._counts: dict[str, int] = {}
@@ -214,21 +214,29 @@ class JobFeed:
     def _reconnect(self, *, wait: bool) -> None:
         """Join a feed that was started anew, by this job or by another one."""
         try:
-            if finding.ask(self._terms.name, "status") is not None:
-                self._connect()
-                self._said.append(f"The feed {self._terms.name!r} is back.")
-                return self._publish()
-            if wait:
+            if wait or finding.ask(self._terms.name, "status") is not None:
                 finding.ensure(self._terms, self.source.index)
                 self._connect()
-                self._said.append(f"The feed {self._terms.name!r} was started anew.")
+                self._said.append(f"The feed {self._terms.name!r} is back.")
                 self._publish()
-            elif time.monotonic() - self._started > SECONDS_BETWEEN_STARTS:
+                self._forget_launch()
+            elif self._launch is None and time.monotonic() - self._started > SECONDS_BETWEEN_STARTS:
                 self._started = time.monotonic()
                 self._launch = finding.launch(self._terms, self.source.index)
-            elif self._launch is not None:
-                self._launch.poll()
+            elif self._launch is not None and self._launch.poll() is not None:
+                self._forget_launch()
         except (Gone, OSError, ConfigError) as error:  # StoreError is an OSError
-            self._said.append(
-                f"The feed {self._terms.name!r} could not be started anew ({error}); this job reads by itself."
-            )
+            self._looked = time.monotonic() + SECONDS_BETWEEN_STARTS
+            if not self._failed_before:
+                self._failed_before = True
+                self._said.append(
+                    f"The feed {self._terms.name!r} cannot be joined again ({error}); this job reads by itself."
+                )
+
+    def _forget_launch(self) -> None:
+        """The process that starts feeds has done so, or has failed."""
+        if self._launch is not None:
+            for pipe in (self._launch.stdin, self._launch.stdout, self._launch.stderr):
+                if pipe is not None:
+                    pipe.close()
+            self._launch = None
