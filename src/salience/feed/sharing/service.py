@@ -30,6 +30,8 @@ from salience.memory import Memory
 
 TICK_SECONDS = 0.05
 """Seconds between two looks at who waits for whom."""
+REQUESTS_AT_ONCE = 8
+"""Requests under way that are taken for granted when it is asked how large they have to be."""
 PACKAGE_BYTES = 256 * 1024
 """Bytes of one request with neighbours that are wanted later."""
 
@@ -256,8 +258,14 @@ class Service:
         return enough
 
     def _neighbours(self, ids: list[int]) -> list[int]:
-        """Neighbours in their shards that are wanted later, as far as there is room that nobody uses."""
+        """Neighbours in their shards that are wanted later, as far as there is room that nobody uses.
+
+        None where requests for single samples keep the link busy: what is read along makes this batch wait.
+        """
         along = list[int]()
+        bandwidth, latency = self.fetcher.link()
+        if self._mean_bytes * REQUESTS_AT_ONCE > bandwidth * latency:
+            return along
         for i in ids:
             for j in self._along.beside(i, self._lacks):
                 if (
