@@ -5,7 +5,7 @@
 Four jobs go through the same samples behind an HTTP server with a bandwidth for all connections together. Baselines, in the
 same run and with the same number of workers per job: four separate jobs, each with a cache of its own for all samples;
 TensorSocket, whose one producer has the best of two numbers of workers; and one job alone, with its own cache. Every job must
-get each sample once per epoch; TensorSocket leaves out the last two batches, and its time counts from its first batch on. It would
+get each sample once per epoch; TensorSocket leaves out two batches, and its time counts from its first batch on. It would
 embarrass us if four jobs moved more bytes than one, if TensorSocket were faster, or if one job alone were slower through a feed
 than with its own cache. Jobs begin together once all have started, so that imports are not counted.
 
@@ -175,7 +175,7 @@ class Measured:
     """One arm: all jobs together."""
 
     rate: float
-    """Samples per second of all jobs, from the common start to the end of the last; for TensorSocket from its first batch on."""
+    """Samples per second of all jobs, from the common start to the last end; for TensorSocket from its first batch on."""
     seconds: float
     """From the common start to the end of the last."""
     bytes: int
@@ -196,8 +196,9 @@ class Processes:
         ]
         for process in self.all:
             assert process.stdout is not None
-            if process.stdout.readline().strip() != "ready":
-                raise SystemExit("A job did not begin.")
+            while (line := process.stdout.readline().strip()) != "ready":  # TensorSocket logs there
+                if process.poll() is not None:
+                    raise SystemExit(f"A job did not begin: {line}")
 
     def go(self) -> None:
         for process in self.all:
@@ -209,7 +210,10 @@ class Processes:
         found = []
         for process in self.all:
             assert process.stdout is not None
-            found.append(json.loads(process.stdout.readline()))
+            while not (line := process.stdout.readline()).startswith("{"):
+                if process.poll() is not None:
+                    raise SystemExit(f"A job did not end well: {line}")
+            found.append(json.loads(line))
         return found
 
     def close(self) -> None:
@@ -224,8 +228,8 @@ def measure(
     """Run an arm."""
     store.reset(rate=load.rate, latency=LATENCY)
     terms = {
-        "arm": arm, "url": f"{store.url}/shards", "pixels": load.pixels, "workers": 1, "pause": 0.001, "epochs": epochs, "samples": n,
-        "name": f"bench-{time.time_ns()}", "port": next(PORTS), **more,
+        "arm": arm, "url": f"{store.url}/shards", "pixels": load.pixels, "workers": 1, "pause": 0.001, "epochs": epochs,
+        "samples": n, "name": f"bench-{time.time_ns()}", "port": next(PORTS), **more,
     }  # fmt: skip
     producer = None
     if arm == "tensorsocket":
