@@ -11,6 +11,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,7 @@ class Service:
         self._along = Neighbours(reader.index, gap=reader.gap, most=PACKAGE_BYTES)
         self._starved: dict[int, None] = {}
         """Samples that a worker waits for and for which there was no memory."""
-        self._last_job, self._horizon = 0, 0
+        self._last_job = 0
         self._wake, self._over = asyncio.Event(), asyncio.Event()
         self._timed = False
         self._last_used = time.monotonic()
@@ -140,7 +141,7 @@ class Service:
         job = self.jobs.get(int(hello.words["job"]))
         if job is None:
             return peer.tell("refused", {"text": "this job is not known here"})
-        peer.tell("welcome", self._where())
+        peer.tell("welcome", asdict(self.memory.token))
         worker, handing = Worker(peer, job), self.handing
         self._workers.add(worker)
         try:
@@ -175,11 +176,6 @@ class Service:
             peer.tell("fits", {"text": self._refusal(hello)})
         peer.tell("status", self.status())
         await peer.writer.drain()
-
-    def _where(self) -> dict[str, Any]:
-        """How another process opens the memory."""
-        token = self.memory.token
-        return {"path": token.path, "size": token.size, "inode": token.inode}
 
     def _refusal(self, hello: Message) -> str:
         """Why a job cannot use this feed; empty if it can."""
