@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         StoreError,
     )
     from salience.feed import Source
+    from salience.feed.sharing.shared import SharedFeed
     from salience.gradients import sync
     from salience.ledger import Ledger
     from salience.loader import Loader
@@ -51,6 +52,7 @@ __all__ = [
     "SalienceError",
     "SelectConfig",
     "Selector",
+    "SharedFeed",
     "Source",
     "Stage",
     "StateError",
@@ -81,6 +83,7 @@ _HOMES = {
     "SalienceError": "salience.errors",
     "SelectConfig": "salience.config",
     "Selector": "salience.selector",
+    "SharedFeed": "salience.feed.sharing.shared",
     "Source": "salience.feed",
     "Stage": "salience.treat",
     "StateError": "salience.errors",

@@ -213,6 +213,8 @@ class TrainConfig:
     workers: int = 2
     cache: str = ""
     """Memory for the bytes of samples, kept and read ahead, e.g. "4GiB"; empty: no cache."""
+    feed: str = ""
+    """Name of a feed that jobs of this machine share; started where it does not run. Empty: this run reads for itself."""
     treat: str = ""
     """Which samples are decoded anew: "reuse", "echo" or "auto", as in a Loader; empty decodes every image at every visit."""
     max_broken: float = 0.01

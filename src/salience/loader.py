@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, NoReturn
 
@@ -23,6 +24,8 @@ from salience.errors import ConfigError, DataError, StateError, did_you_mean
 from salience.events import EventLog
 from salience.feed.dataset import SourceDataset
 from salience.feed.options import READING_OPTIONS, ReadingOptions
+from salience.feed.sharing.shared import SharedFeed
+from salience.feed.sharing.signature import InTurn
 from salience.feed.sizes import memory_bytes
 from salience.feed.source import Source
 from salience.ledger import Ledger
@@ -78,7 +81,8 @@ class Loader(Door, Generic[T]):
     plug-in is switched off, named and logged; with `strict=True` it raises.
 
     A `salience.Source` is read batch by batch and delivers `(decode(data), label)`. How it is read, cached and decoded is said
-    to the source; what is said here about it (`decode`, `cache`, `disk`, `redis`, `max_broken`, `views`) is passed on.
+    to the source; what is said here about it (`decode`, `cache`, `disk`, `redis`, `max_broken`, `views`) is passed on. A
+    `salience.SharedFeed` is a source that several jobs of a node read together.
 
     `augment` is a list of stages that run behind the data set, in the workers (behind `decode` where there is one), with
     random numbers that depend on seed, window and sample alone. `treat` says which samples get all of them fresh: "reuse",
@@ -126,6 +130,7 @@ class Loader(Door, Generic[T]):
         costs: npt.ArrayLike | None = None,
         **dataloader: Any,
     ) -> None:
+        shared = dataset if isinstance(dataset, SharedFeed) else None
         dataset, reading = _with_reading(dataset, dataloader)
         _check_arguments(batch_size, dataloader)
         if with_ids and ids_key is not None:
@@ -137,11 +142,13 @@ class Loader(Door, Generic[T]):
         stages = None
         if augment is not None or treat is not None:
             stages = as_stages(() if augment is None else augment)
-            if reading.decode is not None:
+            if shared is not None:
+                reading, stages = _shared_stages(reading, stages)
+            elif reading.decode is not None:
                 stages = Stage(reading.decode, random=False, name="decode"), *stages
             check_picklable(stages, dataloader)
         if isinstance(dataset, Source):
-            dataset = SourceDataset(dataset, reading.decode if stages is None else None)
+            dataset = SourceDataset(dataset, reading.decode if stages is None or shared is not None else None)
         if not auto and policy != "heuristic":
             raise ConfigError(f"policy={policy!r} is how auto decides; pass auto=True with it.")
         parts = Parts(
@@ -154,9 +161,9 @@ class Loader(Door, Generic[T]):
         self.dataset, self.with_ids, self.ids_key, self.generator = dataset, with_ids, ids_key, generator
         self.device = None if device is None else _device(device)
         ranks, workers = parts.setup.ranks, dataloader.get("num_workers", 0)
-        feeding = Feeding(parts.setup, parts.voice, dataset, reading)
-        adopted = 0 if reading.cached else first_cache(chooser, feeding.source, ranks)
-        if reading.cached or adopted:
+        feeding = Feeding(parts.setup, parts.voice, dataset, reading, shared)
+        adopted = 0 if reading.cached or shared is not None else first_cache(chooser, feeding.source, ranks)
+        if reading.cached or adopted or shared is not None:
             feeding.set_cache(reading.cache or adopted, workers if chooser is None else max(workers, cores_of(ranks)))
         elif isinstance(parts.planning.config, SelectConfig) and parts.planning.config.fetch is not None:
             parts.voice.warn(
@@ -277,6 +284,11 @@ class Loader(Door, Generic[T]):
 def _with_reading(dataset: Any, options: dict[str, Any]) -> tuple[Any, ReadingOptions]:
     """The data set and how it is read. Options of a Source among those of the Loader are passed on to it."""
     given = {name: options.pop(name) for name in READING_OPTIONS if name in options}
+    if isinstance(dataset, SharedFeed):
+        elsewhere = sorted({*given} - {"decode", "max_broken"})
+        if elsewhere:
+            raise ConfigError(f"{elsewhere[0]}= is an option of the feed that jobs share; give it to the SharedFeed.")
+        dataset = dataset.source
     if isinstance(dataset, Source):
         dataset = dataset.using(**given) if given else dataset
         return dataset, dataset.reading
@@ -287,6 +299,15 @@ def _with_reading(dataset: Any, options: dict[str, Any]) -> tuple[Any, ReadingOp
         raise ConfigError(f"cache=, disk= and redis= are for a salience.Source, not for a {name}.")
     broken = {"max_broken": given["max_broken"]} if "max_broken" in given else {}
     return dataset, ReadingOptions(**broken).checked(np.empty(0, dtype=np.int64))
+
+
+def _shared_stages(reading: ReadingOptions, stages: tuple[Stage, ...]) -> tuple[ReadingOptions, tuple[Stage, ...]]:
+    """What jobs of a feed share (decode, and the stages up to the first random one), and the stages that are left to each."""
+    own = next((k for k, stage in enumerate(stages) if stage.random is not False), len(stages))
+    calls = tuple(stage.call for stage in stages[:own])
+    if calls:
+        reading = replace(reading, decode=InTurn((reading.decode, *calls) if reading.decode is not None else calls))
+    return reading, stages[own:]
 
 
 def _device(given: torch.device | str) -> torch.device:

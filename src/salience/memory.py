@@ -20,13 +20,15 @@ import threading
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from salience.errors import StateError
-from salience.ranks import Ranks
+
+if TYPE_CHECKING:  # the process of a shared feed does without torch
+    from salience.ranks import Ranks
 
 STORES_IN_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
 """True where the processor keeps the order of stores and that of loads."""

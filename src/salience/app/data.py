@@ -18,6 +18,7 @@ from salience.app.unpack import Progress, plain_tar
 from salience.errors import BrokenSample, DataError, SalienceError
 from salience.feed import Broken, Index, Source
 from salience.feed.index import TEST_SPLITS, Names, classes_of, folders_of
+from salience.feed.sharing.shared import SharedFeed
 from salience.feed.tars import IMAGE_SUFFIXES
 
 HELD_OUT = 10
@@ -33,7 +34,7 @@ class Split:
     """Images to train on and to test on, of one size."""
 
     train: Any
-    """A Source that decodes; or any data set of (uint8 [3, size, size], class)."""
+    """A Source or SharedFeed that decodes; or any data set of (uint8 [3, size, size], class)."""
     test: Dataset[Any]
     labels: npt.NDArray[np.int64]
     """int64 [N], classes of the images to train on."""
@@ -49,9 +50,9 @@ class Split:
 
     def pixels(self, ids: Sequence[int]) -> list[npt.NDArray[np.uint8] | None]:
         """Images to train on by number; None for one that cannot be read."""
-        if not isinstance(self.train, Source):
+        if not isinstance(self.train, (Source, SharedFeed)):
             return [self.train[i][0] for i in ids]
-        images = Images(self.train, Decode(self.size))
+        images = Images(self.train.source if isinstance(self.train, SharedFeed) else self.train, Decode(self.size))
         return [None if isinstance(got, BrokenSample) else got for got in images.tried(ids)]
 
     @property
@@ -102,11 +103,14 @@ def open_split(
     size: int = 0,
     cache: str = "",
     max_broken: float = 0.01,
+    feed: str = "",
+    linger: float | None = 60.0,
     unpacked: Path | None = None,
     progress: Progress | None = None,
 ) -> Split:
     """The train and test splits of a folder, tar or URL, or where there are none, every tenth image of each class held out.
 
+    With `feed`, the images to train on come through the shared feed of this name, which is started where it does not run.
     `size=0` takes the shorter side of the first image, at most 224. A .tar.gz is unpacked once, into the folder `unpacked`.
     """
     where = _located(data, unpacked, progress)
@@ -114,7 +118,8 @@ def open_split(
     train, test = _halves(index, splits, data)
     to_train = _part(index, train)
     decode = Decode(size or _guess_size(Source(where, index=to_train)))
-    source = Source(where, index=to_train, decode=decode, cache=cache or None, max_broken=max_broken)
+    reading: dict[str, Any] = {"index": to_train, "decode": decode, "cache": cache or None, "max_broken": max_broken}
+    source = SharedFeed(where, name=feed, linger=linger, **reading) if feed else Source(where, **reading)
     return Split(
         train=source, test=Images(Source(where, index=_part(index, test)), decode), labels=index.label[train].astype(np.int64),
         tested=len(test), classes=index.classes, size=decode.size, names=source.names,

@@ -72,7 +72,7 @@ def train(config: TrainConfig, saved: Mapping[str, Any] | None = None) -> Tally:
             ranks.barrier()  # rank 0 unpacks what there is to unpack
         with bars() as shown:
             data = open_split(
-                config.data, size=config.size, cache=config.cache, max_broken=config.max_broken,
+                config.data, size=config.size, cache=config.cache, max_broken=config.max_broken, feed=config.feed,
                 progress=lambda done, of: shown.update("unpacking", done, of),
             )  # fmt: skip
         if ranks is not None and ranks.rank == 0:

@@ -35,6 +35,7 @@ HELP = {
     "ledger": "ledger, or folder of a run, to start from what it learnt",
     "workers": "processes that decode images",
     "cache": "memory for the bytes of images, read ahead of the plan (4GiB); without it, none",
+    "feed": "name of a feed that jobs of this machine share: images are read and decoded once for all of them",
     "treat": "which images are decoded anew: reuse, echo or auto; without it, all at every visit",
     "max_broken": "share of the images that may be broken, others standing in for them",
     "remote_scores": "take in what `salience score` finds, a process near the data that watches --out",

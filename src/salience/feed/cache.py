@@ -217,7 +217,7 @@ class Feed:
     def _batches(self, shard: Shard, unread: npt.NDArray[np.bool_] | None) -> list[list[Ids]]:
         """Per rank of the node, the samples of its batches whose bytes are wanted."""
         shards = [shard.of(rank) for rank in self._node_ranks]
-        return [[_read(shard, k, unread) for k in range(len(shard))] for shard in shards]
+        return [[read_ids(shard, k, unread) for k in range(len(shard))] for shard in shards]
 
     def take_counts(self) -> Counts:
         """Requests to the store since the last call."""
@@ -233,12 +233,16 @@ class Feed:
         self._known[plan.ids] = plan.importance
         return self._known.copy()
 
+    def summary(self, rivals: Mapping[str, int]) -> str:
+        """What the cache did, in words."""
+        return cache_summary({**self.counts(), **rivals}, self.budget)
+
     def close(self) -> None:
         if self._process is not None:
             self._process.close()
 
 
-def _read(shard: Shard, k: int, unread: npt.NDArray[np.bool_] | None) -> Ids:
+def read_ids(shard: Shard, k: int, unread: npt.NDArray[np.bool_] | None) -> Ids:
     """Samples of batch k whose bytes are wanted."""
     return shard.ids(k) if unread is None else shard.ids(k)[~unread[shard.span(k)]]
 

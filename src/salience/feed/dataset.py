@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -15,7 +14,9 @@ from torch.utils.data import Dataset
 from salience.errors import DataError, SalienceError
 from salience.feed.cache import Handle
 from salience.feed.options import Decode
+from salience.feed.prints import fingerprint
 from salience.feed.reads import Broken, Counts
+from salience.feed.sharing.handle import SharedHandle, Taken
 from salience.feed.source import Source
 
 MOST_PRINTS = 4096
@@ -46,8 +47,8 @@ class SourceDataset(Dataset[Any]):
 
     def __init__(self, source: Source, decode: Decode | None = None) -> None:
         self.source, self.decode = source, decode
-        self.handle: Handle | None = None
-        """Access to the cache; None without one."""
+        self.handle: Handle | SharedHandle | None = None
+        """Access to the cache, or to a feed that jobs share; None without one."""
         self._prints: dict[int, int] = {}
         """Fingerprints of samples that this process read last and whose index has no checksums."""
 
@@ -58,24 +59,30 @@ class SourceDataset(Dataset[Any]):
         return self.__getitems__([int(i)])[0]
 
     def __getitems__(self, ids: Sequence[int]) -> Samples:
-        begin = time.perf_counter()
-        data, counts = self.source.read_counted(ids)
-        return self._samples(ids, data, counts, time.perf_counter() - begin)
+        return self._samples(ids, self.decoded(ids))
 
     def take(self, order: Any) -> Samples:
         """Read a batch of the plan, from the cache if it was told of this batch."""
         ids: list[int] = order.ids.tolist()
-        if self.handle is None or order.ticket < 0:
-            return self.__getitems__(ids)
-        begin = time.perf_counter()
-        data = self.handle.read(order.ticket, ids)
-        return self._samples(ids, data, Counts(), time.perf_counter() - begin)
+        return self._samples(ids, self.decoded(ids, order.ticket))
 
-    def _samples(self, ids: Sequence[int], data: Sequence[Any], counts: Counts, fetching: float) -> Samples:
+    def decoded(self, ids: Sequence[int], ticket: int = -1) -> Taken:
+        """Samples as `decode` makes them; a `ticket` of 0 or more says which batch they are for."""
+        handle = self.handle if ticket >= 0 else None
+        if isinstance(handle, SharedHandle):
+            taken = handle.take(ticket, ids, self._decoded)
+            self._remember(taken.prints)
+            return taken
+        begin = time.perf_counter()
+        data, counts = self.source.read_counted(ids) if handle is None else (handle.read(ticket, ids), Counts())
+        fetching = time.perf_counter() - begin
         self.note(ids, data)
         begin = time.perf_counter()
-        decoded = [self._decoded(part) for part in data]
-        decoding = time.perf_counter() - begin
+        samples = [self._decoded(part) for part in data]
+        return Taken(samples, {}, counts, fetching, time.perf_counter() - begin)
+
+    def _samples(self, ids: Sequence[int], taken: Taken) -> Samples:
+        decoded = taken.samples
         broken = {k: part.reason for k, part in enumerate(decoded) if isinstance(part, Broken)}
         labels = self.source.labels[np.asarray(ids, dtype=np.int64)]
         if len(broken) == len(ids):
@@ -85,20 +92,25 @@ class SourceDataset(Dataset[Any]):
         for k in broken:
             decoded[k] = decoded[substitute(k, labels, broken)]
         samples = Samples(zip(decoded, labels.tolist(), strict=True) if self.source.classes else decoded)
-        samples.broken, samples.counts = broken, asdict(counts)
-        samples.seconds = {"fetch": fetching, "decode": decoding}
+        samples.broken, samples.counts = broken, asdict(taken.counts)
+        samples.seconds = {"fetch": taken.fetching, "decode": taken.decoding}
         return samples
 
     def note(self, ids: Sequence[int], data: Sequence[Any]) -> None:
         """Take the fingerprints of bytes that were just read, where the index has no checksums."""
         check = self.source.index.check
+        self._remember(
+            {
+                i: fingerprint(part)
+                for i, part in zip(ids, data, strict=True)
+                if not check[i] and not isinstance(part, Broken)
+            }
+        )
+
+    def _remember(self, prints: dict[int, int]) -> None:
         if len(self._prints) > MOST_PRINTS:
             self._prints.clear()
-        self._prints |= {
-            i: fingerprint(part)
-            for i, part in zip(ids, data, strict=True)
-            if not check[i] and not isinstance(part, Broken)
-        }
+        self._prints |= prints
 
     def fingerprints(self, ids: Sequence[int]) -> npt.NDArray[np.int64]:
         """Checksums of the index, or fingerprints of what this process has just read, int64 [B]; 0 = not known."""
@@ -117,11 +129,6 @@ class SourceDataset(Dataset[Any]):
             raise
         except Exception as error:  # a decoder may raise anything when it is fed garbage
             return Broken(f"it cannot be decoded ({type(error).__name__}: {str(error)[:200]})")
-
-
-def fingerprint(data: bytes | memoryview) -> int:
-    """63 bits of the SHA-1 of a sample, never 0. Costs a few percent of decoding it."""
-    return int.from_bytes(hashlib.sha1(data, usedforsecurity=False).digest()[:8], "little") >> 1 or 1
 
 
 def substitute(position: int, labels: npt.NDArray[np.int32], broken: dict[int, str]) -> int:

@@ -11,10 +11,12 @@ import numpy.typing as npt
 import torch
 
 from salience.errors import ConfigError, DataError
-from salience.feed.cache import Feed, cache_summary
+from salience.feed.cache import Feed
 from salience.feed.dataset import SourceDataset
 from salience.feed.options import ReadingOptions
 from salience.feed.reads import Counts
+from salience.feed.sharing.job import JobFeed
+from salience.feed.sharing.shared import SharedFeed
 from salience.feed.source import Source
 from salience.ledger import Ledger
 from salience.plan import Plan, Shard, Trace
@@ -30,11 +32,15 @@ class Feeding(Part):
 
     name = "feeding"
 
-    def __init__(self, setup: Setup, voice: Voice, dataset: Any, reading: ReadingOptions) -> None:
+    def __init__(
+        self, setup: Setup, voice: Voice, dataset: Any, reading: ReadingOptions, shared: SharedFeed | None = None
+    ) -> None:
         self._setup, self._voice, self._dataset, self._reading = setup, voice, dataset, reading
+        self.shared = shared
+        """The feed that this job shares with others; None = it has a cache of its own, or none."""
         self.source: Source | None = dataset.source if isinstance(dataset, SourceDataset) else None
-        self.feed: Feed | None = None
-        """The cache; None = every batch is read by its worker."""
+        self.feed: Feed | JobFeed | None = None
+        """The cache, or this job's end of a shared feed; None = every batch is read by its worker."""
         self.unread: Any = None
         """Visits of the next window that do not need the cache, bool [visits]; None = there are none."""
         self.stages = False
@@ -62,7 +68,10 @@ class Feeding(Part):
         if self.feed is not None:
             self.feed.close()
         self.feed = dataset.handle = None
-        if cache is not None:
+        if self.shared is not None:
+            self.feed = self.shared.open(dataset.decode, workers=workers)
+            dataset.handle = self.feed.handle
+        elif cache is not None:
             reading = self._reading
             self.feed = Feed(
                 dataset.source, cache=cache, batch_size=self._setup.rank_batch, ranks=self._setup.ranks, workers=workers,
@@ -72,7 +81,7 @@ class Feeding(Part):
 
     def resize(self) -> None:
         """Make the cache anew, for batches of another size."""
-        if self.feed is not None:
+        if self.feed is not None and self.shared is None:
             self.set_cache(self.feed.budget, self.feed.workers)
 
     @property
@@ -196,7 +205,7 @@ class Feeding(Part):
                 f"{stats.bytes_used:,} bytes of samples; {stats.retried:,} with wrong bytes, {stats.hedged:,} doubled."
             )
         if self.feed is not None:
-            text += f"\n{cache_summary({**self.feed.counts(), **self._rivals}, self.feed.budget)}"
+            text += f"\n{self.feed.summary(self._rivals)}"
         if self.broken:
             text += f"\n\nBroken samples, stood in for with weight 0: {len(self.broken):,}{self._broken_lines(8)}"
         return text.strip()

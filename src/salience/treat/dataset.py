@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, get_worker_info
 from salience.errors import DataError, SalienceError
 from salience.feed.dataset import SourceDataset, substitute
 from salience.feed.reads import Broken, Counts
+from salience.feed.sharing.handle import SharedHandle
 from salience.plan import FRESH, LEVEL_MASK, REUSED, VIEW_SHIFT
 from salience.treat.seeding import FETCH, PREFIX, REST, own_globals, sample_seeds, seed_globals
 from salience.treat.slots import Slots
@@ -237,15 +238,21 @@ class StagedDataset(Dataset[Any]):
                 samples.append(self.dataset[i])
             return samples, {}
         source, handle = self._source.source, self._source.handle
-        if handle is None or ticket < 0:
+        if self._source.decode is not None or isinstance(
+            handle, SharedHandle
+        ):  # a shared feed decodes before the stages
+            taken = self._source.decoded(ids, ticket)
+            data, counts = taken.samples, taken.counts
+        elif handle is None or ticket < 0:
             data, counts = source.read_counted(ids)
+            self._source.note(ids, data)
         else:
             late = [i for i, again in zip(ids, unread, strict=True) if again]
             found, counts = source.read_counted(late) if late else ([], Counts())
             lost = dict(zip(late, found, strict=True))
             here = iter(handle.read(ticket, [i for i in ids if i not in lost]))
             data = [lost[i] if i in lost else next(here) for i in ids]
-        self._source.note(ids, data)
+            self._source.note(ids, data)
         if not source.classes:
             return list(data), asdict(counts)
         labels = source.labels[np.asarray(ids, dtype=np.int64)].tolist()

@@ -1,0 +1,75 @@
+"""`python -m salience.feed.sharing SOCKET`: the process of a feed. Its terms come on standard input."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+from salience.errors import SalienceError
+from salience.feed.index import Index
+from salience.feed.ranges import feeder_gap
+from salience.feed.sharing import finding
+from salience.feed.sharing.service import Service
+from salience.feed.sharing.terms import Terms
+from salience.feed.source import Source
+from salience.feed.tiers import identity, open_tiers
+
+
+def main(path: str) -> None:
+    terms = Terms.loads(sys.stdin.readline())
+    if os.fork():  # nobody's child: it outlives the job that started it
+        return
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        _serve(terms, path)
+    except SalienceError as error:
+        _say(str(error))
+    except Exception as error:
+        _say(f"{type(error).__name__}: {error}")
+    os._exit(0)  # threads of the store's client do not always end
+
+
+def _serve(terms: Terms, path: str) -> None:
+    lock = finding.locked(path)
+    try:
+        index = Index.load(terms.index)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(terms.index)
+    if finding.ask(terms.name, "status") is not None:
+        return _say("there")
+    Path(path).unlink(missing_ok=True)  # left by one that was killed
+    source = Source(
+        terms.url, index=index, retries=terms.retries, deadline=terms.deadline, concurrency=terms.concurrency
+    )
+    mean = float(index.size.mean()) if len(index) else 0.0
+    reader = source.reader.for_feeder(2, min(source.reader.gap, feeder_gap(mean)))
+    tiers = open_tiers(terms.disk, terms.redis, index, source.url, lambda text: None)
+    service = Service(terms, identity(source.url, index), reader, tiers)
+
+    def begun() -> None:
+        os.close(lock)
+        _say("begun")
+
+    running = asyncio.run_coroutine_threadsafe(service.run(path, begun), reader.loop)
+    signal.signal(signal.SIGTERM, lambda number, frame: service.stop())
+    running.result()
+
+
+def _say(text: str) -> None:
+    """The first and last words; whoever started this hears them."""
+    quiet = os.open(os.devnull, os.O_RDWR)
+    with contextlib.suppress(OSError):
+        os.write(1, text.encode() + b"\n")
+    for number in (0, 1, 2):
+        os.dup2(quiet, number)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,163 @@
+"""What jobs want next: the plan of each, how far it is, and when a sample will be wanted again by any of them.
+
+    wanted in (sample, form) = min over jobs of that form of (turn of the sample - batches taken) * seconds per batch
+
+A sample is worth keeping for as long as it is wanted soon (Belady's rule over the union of the plans); what no plan wants is
+worth its importance. Jobs with the same plan form a group: they are to use a sample while it is in memory, so that the fastest
+waits for the slowest, up to a bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+NEVER = np.iinfo(np.int32).max
+"""Turn of a sample that the plan does not want (any more)."""
+UNWANTED = 1e9
+"""Seconds that stand for never."""
+
+
+@dataclass(slots=True, eq=False)
+class JobPlan:
+    """The window that one job is in."""
+
+    n: int
+    form: int
+    """In which form it wants samples; 0 = their bytes."""
+    batches: list[Ids] = field(default_factory=list[Ids])
+    group: str = ""
+    """Jobs with the same plan have the same group."""
+    turn: npt.NDArray[np.int32] = field(init=False)
+    """Number of the batch in which each sample is wanted next, int32 [n]."""
+    importance: npt.NDArray[np.float32] | None = None
+    batch_size: float = 1.0
+    """Mean samples per batch."""
+    taken: int = 0
+    """Batches taken so far: one more than the last one."""
+    staged: int = 0
+    """Batches whose samples were asked for."""
+    owed: dict[int, int] = field(default_factory=dict[int, int])
+    """Staged batch that is not taken yet -> bytes that were fetched for it."""
+    demoted: bool = False
+    """True if nobody waits for this job any more in this window."""
+    seconds: float = 0.0
+    """Seconds per batch, lately; 0 where not known."""
+    _last: float = 0.0
+    _again: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    """Sample that comes more than once -> its later turns, last first."""
+
+    def __post_init__(self) -> None:
+        self.turn = np.full(self.n, NEVER, dtype=np.int32)
+
+    def begin(self, batches: Sequence[Ids], group: str, importance: npt.NDArray[np.float32] | None) -> None:
+        """Start a window of these batches."""
+        self.batches, self.group, self.importance = list(batches), group, importance
+        self.taken = self.staged = 0
+        self.owed, self._again, self.demoted = {}, {}, False
+        self.turn[:] = NEVER
+        if not batches:
+            return
+        ids = np.concatenate(self.batches)
+        self.batch_size = len(ids) / len(batches)
+        turns = np.repeat(np.arange(len(batches), dtype=np.int32), [len(batch) for batch in batches])
+        self.turn[ids[::-1]] = turns[::-1]  # of several turns the first one is written last
+        if len(ids) > len(np.unique(ids)):
+            order = np.argsort(ids, kind="stable")
+            same = np.flatnonzero(ids[order][1:] == ids[order][:-1])
+            for k in same[::-1].tolist():
+                self._again.setdefault(int(ids[order[k]]), []).append(int(turns[order[k + 1]]))
+
+    def take(self, number: int, now: float) -> None:
+        """Batch `number` is taken."""
+        if number >= self.taken:
+            if self._last and number > self.taken:
+                pace = (now - self._last) / (number + 1 - self.taken)
+                self.seconds = pace if not self.seconds else 0.8 * self.seconds + 0.2 * pace
+            self._last = now
+            self.taken = number + 1
+            self.staged = max(self.staged, self.taken)
+        self.owed.pop(number, None)
+
+    def handed(self, i: int, number: int) -> None:
+        """The job has sample i of batch `number`."""
+        later = [turn for turn in self._again.get(i, ()) if turn > number]
+        self.turn[i] = later[-1] if later else NEVER
+
+    def wants(self, i: int) -> bool:
+        """True if it will want sample i (again)."""
+        return bool(self.turn[i] != NEVER)
+
+    @property
+    def over(self) -> bool:
+        return self.taken >= len(self.batches)
+
+    def wanted_in(self, ids: Ids) -> Floats:
+        """Seconds until each sample is wanted, float64 [B]; UNWANTED where it is not."""
+        turn = self.turn[ids]
+        return np.where(turn == NEVER, UNWANTED, np.maximum(0, turn - self.taken) * max(self.seconds, 1e-3))
+
+
+class Demand:
+    """The plans of all jobs that live."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.jobs: dict[int, JobPlan] = {}
+
+    def wanted_in(self, ids: Ids, form: int | None) -> Floats:
+        """Seconds until a job of this form (None = of any) wants each sample, float64 [B].
+
+        Samples that no plan wants come after all others, the least important last: UNWANTED * (2 - importance).
+        """
+        soonest = np.full(len(ids), 2 * UNWANTED)
+        worth = np.zeros(len(ids))
+        for job in self.jobs.values():
+            if form is not None and job.form != form:
+                continue
+            if not job.demoted:
+                soonest = np.minimum(soonest, job.wanted_in(ids))
+            if job.importance is not None:
+                worth = np.maximum(worth, job.importance[ids])
+        return np.where(soonest >= UNWANTED, UNWANTED * (2 - worth), soonest)
+
+    def soon(self, i: int, form: int | None) -> float:
+        """The same for one sample."""
+        return float(self.wanted_in(np.array([i], dtype=np.int64), form)[0])
+
+    def forms(self) -> set[int]:
+        """Forms in which jobs want samples."""
+        return {job.form for job in self.jobs.values()}
+
+    def group(self, job: JobPlan) -> list[JobPlan]:
+        """The jobs of the same plan that others wait for, this one included."""
+        return [one for one in self.jobs.values() if one.group == job.group and not one.demoted and not one.over]
+
+    def lead(self, job: JobPlan) -> int:
+        """Batches that a job is ahead of the slowest of its group."""
+        return job.taken - min((one.taken for one in self.group(job)), default=job.taken)
+
+    def slowest(self, job: JobPlan) -> JobPlan | None:
+        """The job of its group that is furthest behind; None where that is this job."""
+        last = min(self.group(job), key=lambda one: one.taken, default=None)
+        return None if last is None or last.taken >= job.taken else last
+
+    def joined(self, job: JobPlan, most: float) -> bool:
+        """Whether a job that begins is near enough to its group; if it is not, nobody waits for it."""
+        job.demoted = any(one.taken - job.taken > most for one in self.group(job) if one is not job)
+        return not job.demoted
+
+    def next_to_stage(self, ahead: Callable[[JobPlan], int], held: Iterable[JobPlan]) -> JobPlan | None:
+        """The job that has least read ahead for it, among those that may have more; None if there is none."""
+        waiting = set(map(id, held))
+        open_jobs = [
+            job
+            for job in self.jobs.values()
+            if job.staged < len(job.batches) and id(job) not in waiting and sum(job.owed.values()) <= ahead(job)
+        ]
+        return min(open_jobs, key=lambda job: (job.staged - job.taken) * max(job.seconds, 1e-3), default=None)

@@ -1,0 +1,113 @@
+"""Where the feeds of this machine are found by name, and how one is started: a folder of sockets that belongs to one user."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from salience._version import __version__
+from salience.errors import ConfigError, StoreError
+from salience.feed.index import Index
+from salience.feed.sharing.terms import Terms
+from salience.feed.sharing.wire import Gone, Line
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+LONGEST_PATH = 100
+"""Most characters that the path of a socket may have."""
+
+
+def folder() -> Path:
+    """The folder of this user's feeds, made where it is not there: $SALIENCE_FEEDS, or one below $XDG_RUNTIME_DIR or /tmp."""
+    given, runtime = os.environ.get("SALIENCE_FEEDS"), os.environ.get("XDG_RUNTIME_DIR")
+    if given:
+        place = Path(given)
+    elif runtime and os.access(runtime, os.W_OK):
+        place = Path(runtime) / "salience"
+    else:
+        place = Path(tempfile.gettempdir()) / f"salience-{os.getuid()}"
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = place.lstat()
+    if found.st_uid != os.getuid() or place.is_symlink() or found.st_mode & 0o077:
+        raise ConfigError(
+            f"{str(place)!r} is where feeds are found, and others may read or write there; set SALIENCE_FEEDS to a folder that "
+            "only you may open (mode 700)."
+        )
+    return place
+
+
+def socket_of(name: str) -> str:
+    """The socket of the feed of this name."""
+    if not NAME.fullmatch(name):
+        raise ConfigError(
+            f"{name!r} is no name for a feed; use letters, digits, dots, dashes and underlines, 64 characters at most."
+        )
+    path = str(folder() / f"{name}.sock")
+    if len(path) > LONGEST_PATH:
+        raise ConfigError(f"{path!r} is too long for a socket; set SALIENCE_FEEDS to a folder with a shorter path.")
+    return path
+
+
+def names() -> list[str]:
+    """Names of the feeds that run, or whose process was killed."""
+    return sorted(path.stem for path in folder().glob("*.sock"))
+
+
+def ask(name: str, what: str, words: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+    """What a feed answers to "status", "fits" or "stop"; None if it does not run."""
+    try:
+        line = Line(socket_of(name), timeout=10.0)
+        try:
+            return dict(line.ask("hello", {"version": __version__, **(words or {}), "role": "ask", "what": what}).words)
+        finally:
+            line.close()
+    except Gone:
+        return None
+
+
+def ensure(terms: Terms, index: Index) -> bool:
+    """Have a feed of this name run; True if it was started now."""
+    if ask(terms.name, "status") is not None:
+        return False
+    with launch(terms, index) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        words = process.stdout.readline().strip() or process.stderr.read()[-500:].strip()
+    if words == "there":
+        return False
+    if words != "begun":
+        raise StoreError(f"The feed {terms.name!r} could not be started: {words or 'its process ended.'}")
+    return True
+
+
+def launch(terms: Terms, index: Index) -> subprocess.Popen[str]:
+    """Start the process of a feed; of several started at once, one stays. It says "begun", "there", or what is wrong."""
+    path = socket_of(terms.name)
+    file = f"{path.removesuffix('.sock')}.{os.getpid()}.npz"
+    index.save(file)  # the process removes it
+    process = subprocess.Popen(
+        [sys.executable, "-m", "salience.feed.sharing", path],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, text=True,
+    )  # fmt: skip
+    assert process.stdin is not None
+    try:
+        process.stdin.write(replace(terms, index=file).dumps() + "\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        pass  # it failed, and what it says tells why
+    return process
+
+
+def locked(path: str) -> int:
+    """A descriptor that holds the lock of a feed's name, so that two that are started at once do not both serve."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(f"{path.removesuffix('.sock')}.lock", flags, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor

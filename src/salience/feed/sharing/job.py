@@ -1,0 +1,242 @@
+"""A job of a shared feed, in the training process: it publishes its plans, hears what the feed says, starts it anew."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from salience._version import __version__
+from salience.errors import ConfigError
+from salience.feed.cache import read_ids
+from salience.feed.options import Decode
+from salience.feed.policy import Ids
+from salience.feed.reads import Counts
+from salience.feed.shared import SERIAL_SHIFT
+from salience.feed.sharing import finding
+from salience.feed.sharing.handle import SharedHandle
+from salience.feed.sharing.terms import Terms
+from salience.feed.sharing.wire import Gone, Line
+from salience.feed.sizes import size
+from salience.feed.source import Source
+from salience.plan import Plan, Shard, Trace
+
+SECONDS_BETWEEN_LOOKS = 0.2
+"""Seconds between two looks at what the feed says, while batches are delivered."""
+SECONDS_BETWEEN_STARTS = 10.0
+"""Seconds between two attempts to start a feed that died."""
+
+
+class JobFeed:
+    """What the training process tells a shared feed; it stands where `Feed` stands without one."""
+
+    def __init__(
+        self, terms: Terms, identity: str, source: Source, form: str | None, decode: Decode | None, workers: int
+    ) -> None:
+        """`form` is the signature of `decode`; None where there is none, or where it cannot be compared with that of others."""
+        self.source, self.workers, self.budget = source, workers, terms.budget
+        self._terms, self._identity, self._form = terms, identity, form or ""
+        self._path = finding.socket_of(terms.name)
+        self.handle = SharedHandle(self._path, source, shares=form is not None, patience=terms.patience)
+        self._owner = os.getpid()
+        self._line: Line | None = None
+        self._serial, self._looked, self._started = 0, 0.0, 0.0
+        self._published: dict[str, Any] = {}
+        """The window in progress, as it was told to the feed."""
+        self._launch: subprocess.Popen[str] | None = None
+        self._failed_before = self._stopped = False
+        """True if the feed was stopped on purpose."""
+        self._said: list[str] = []
+        self._counts: dict[str, int] = {}
+        self.resident: Ids = np.empty(0, dtype=np.int64)
+        if decode is not None and form is None:
+            self._said.append(
+                f"Whether other jobs decode as {getattr(decode, '__qualname__', decode)} does cannot be told (a lambda, a "
+                "closure, or what cannot be pickled): bytes are shared, and this job decodes for itself. Define it at the "
+                "top of a module to share that too."
+            )
+        self._connect()
+
+    # --- windows ---
+
+    def window(self, shard: Shard, delivered: set[int], unread: npt.NDArray[np.bool_] | None = None) -> None:
+        """Begin a window of which this rank takes `shard`, but for the batches in `delivered` and the visits in `unread`."""
+        if os.getpid() != self._owner:
+            raise ConfigError("The feed belongs to the process that made the Loader; make one in each that iterates.")
+        self._serial += 1
+        batches = [read_ids(shard, k, unread) for k in range(len(shard)) if k not in delivered]
+        ids = np.concatenate(batches) if batches else np.empty(0, dtype=np.int64)
+        ends = np.cumsum([len(batch) for batch in batches], dtype=np.int64)
+        group = hashlib.blake2b(ids.tobytes() + ends.tobytes(), digest_size=8).hexdigest()
+        worth = shard.plan.ranks
+        importance = (
+            np.empty(0, np.int64) if worth is None else np.round(worth.astype(np.float64) * 1e6).astype(np.int64)
+        )
+        self._published = {
+            "words": {"serial": self._serial, "window": shard.plan.window, "group": group},
+            "ids": ids, "ends": ends, "importance": importance,
+        }  # fmt: skip
+        if self._line is None and not self._stopped:
+            self._reconnect(wait=True)
+        else:
+            self._publish()
+
+    def ticket(self, position: int) -> int:
+        """The ticket of the batch at `position` among those wanted in this window."""
+        return (self._serial << SERIAL_SHIFT) + position
+
+    def delivered(self, ticket: int) -> list[str]:
+        """A batch has arrived; returns what the user should know."""
+        now = time.monotonic()
+        if now - self._looked > SECONDS_BETWEEN_LOOKS:
+            self._looked = now
+            if self._line is not None:
+                self._hear()
+            elif not self._stopped:
+                self._reconnect(wait=False)
+        said, self._said = self._said, []
+        return said
+
+    @property
+    def serial(self) -> int:
+        """Index of the window in progress; never reused."""
+        return self._serial
+
+    def break_off(self, serial: int) -> None:
+        """End a window early: what workers still wait for, they get."""
+
+    def restore(self, resident: Ids) -> None:
+        """What a feed holds does not depend on this run."""
+
+    @property
+    def kept(self) -> npt.NDArray[np.bool_]:
+        """Nothing, bool [n]: what is in memory depends on other jobs, and plans must not."""
+        return np.zeros(len(self.source), dtype=bool)
+
+    def rival_bytes(self, trace: Trace, unread: Callable[[Plan], npt.NDArray[np.bool_] | None]) -> dict[str, int]:
+        """No comparison: what the store sent was for other jobs too."""
+        return {}
+
+    # --- in numbers ---
+
+    def counts(self) -> dict[str, int]:
+        """What this job took, and what the feed did for all jobs."""
+        if self._line is not None:
+            try:
+                self._line.tell("counts")
+                while (message := self._line.hear()).kind != "counts":
+                    self._take_note(message.kind, message.words)
+                self._counts = {name: int(count) for name, count in message.words.items() if name != "kind"}
+            except Gone:
+                self._lose()
+        return self._counts
+
+    def take_counts(self) -> Counts:
+        """Requests of this job alone: none, where the feed reads. Those of workers without a feed travel with their batches."""
+        return Counts()
+
+    def summary(self, rivals: Mapping[str, int]) -> str:
+        """What the feed did, in words."""
+        counts = self.counts()
+        if not counts:
+            return f"The feed {self._terms.name!r} was not reached."
+        return (
+            f"Feed {self._terms.name!r}, shared: of {counts['samples']:,} samples that this job took {counts['hits']:,} "
+            f"were there when it asked, and it decoded {counts['decoded']:,} itself. For all jobs since it began, the feed was "
+            f"sent {size(counts['bytes_sent'])} in {counts['requests']:,} requests."
+        )
+
+    def close(self) -> None:
+        """Leave the feed."""
+        self.handle.belongs_to(0)
+        if self._line is not None:
+            self._line.close()
+        self._line = None
+
+    # --- the connection ---
+
+    def _connect(self) -> None:
+        """Join the feed; Gone where it does not run, ConfigError where it is not for this job."""
+        line = Line(self._path)
+        words = {
+            "role": "job", "version": __version__, "identity": self._identity, "form": self._form, "pid": os.getpid(),
+            "name": " ".join(sys.argv)[:200], "ahead": 2 * self.workers + 1,
+        }  # fmt: skip
+        answer = line.ask("hello", words)
+        if answer.kind != "welcome":
+            line.close()
+            raise ConfigError(str(answer.words.get("text")))
+        self._line = line
+        self.handle.belongs_to(int(answer.words["job"]))
+
+    def _publish(self) -> None:
+        """Tell the feed the plan of this window."""
+        if self._line is None or not self._published:
+            return
+        numbers = {name: self._published[name] for name in ("ids", "ends", "importance")}
+        try:
+            self._line.tell("plan", self._published["words"], **numbers)
+        except Gone:
+            self._lose()
+
+    def _hear(self) -> None:
+        """Take note of what the feed has said meanwhile."""
+        try:
+            while self._line is not None and self._line.waiting():
+                message = self._line.hear()
+                self._take_note(message.kind, message.words)
+        except Gone:
+            self._lose()
+
+    def _take_note(self, kind: str, words: Any) -> None:
+        if kind == "warning":
+            self._said.append(str(words["text"]))
+        elif kind == "over":
+            self._stopped = True
+
+    def _lose(self) -> None:
+        """The feed is gone."""
+        self.close()
+        ending = (
+            "was stopped; this job reads by itself from here on"
+            if self._stopped
+            else "died; this job reads by itself until it is back"
+        )
+        self._said.append(f"The feed {self._terms.name!r} {ending}. Nothing is lost.")
+
+    def _reconnect(self, *, wait: bool) -> None:
+        """Join a feed that was started anew, by this job or by another one."""
+        try:
+            if wait or finding.ask(self._terms.name, "status") is not None:
+                finding.ensure(self._terms, self.source.index)
+                self._connect()
+                self._said.append(f"The feed {self._terms.name!r} is back.")
+                self._publish()
+                self._forget_launch()
+            elif self._launch is None and time.monotonic() - self._started > SECONDS_BETWEEN_STARTS:
+                self._started = time.monotonic()
+                self._launch = finding.launch(self._terms, self.source.index)
+            elif self._launch is not None and self._launch.poll() is not None:
+                self._forget_launch()
+        except (Gone, OSError, ConfigError) as error:  # StoreError is an OSError
+            self._looked = time.monotonic() + SECONDS_BETWEEN_STARTS
+            if not self._failed_before:
+                self._failed_before = True
+                self._said.append(
+                    f"The feed {self._terms.name!r} cannot be joined again ({error}); this job reads by itself."
+                )
+
+    def _forget_launch(self) -> None:
+        """The process that starts feeds has done so, or has failed."""
+        if self._launch is not None:
+            for pipe in (self._launch.stdin, self._launch.stdout, self._launch.stderr):
+                if pipe is not None:
+                    pipe.close()
+            self._launch = None
