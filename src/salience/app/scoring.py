@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from salience.app import checkpoint
 from salience.app.data import Images, open_split
 from salience.app.pixels import Decode
-from salience.app.train import build_model, find_device
+from salience.app..py import build_model
+from salience.app.train import find_device
 from salience.config import train_config
 
 
