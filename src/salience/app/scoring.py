@@ -10,10 +10,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from salience.app import checkpoint
+from salience.app import checkpoint, models
 from salience.app.data import Images, open_split
 from salience.app.pixels import Decode
-from salience.app.train import build_model, find_device
+from salience.app.train import find_device
 from salience.config import train_config
 
 
@@ -36,7 +36,9 @@ class Scaled(nn.Module):
 def scoring_model(saved: Mapping[str, Any], device: str) -> nn.Module:
     """The model of a checkpoint, to be asked about uint8 images."""
     config = train_config(saved["config"])
-    model = Scaled(build_model(config, len(saved["classes"]), config.size), saved["pixels"])
+    model = Scaled(
+        models.seeded(config.model, len(saved["classes"]), size=config.size, seed=config.seed), saved["pixels"]
+    )
     return model.to(find_device(device))
 
 
