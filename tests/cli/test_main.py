@@ -15,7 +15,7 @@ from salience.cli import COMMANDS, main
 from salience.cli.text import columns, sentence
 from salience.errors import BrokenSample, ConfigError
 
-NAMES = ("demo", "train", "feed", "profile", "report", "compare", "pack", "scores", "plugins", "doctor")
+NAMES = ("demo", "train", "feed", "profile", "report", "compare", "pack", "scores", "score", "plugins", "doctor")
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]):

@@ -82,30 +82,6 @@ def test_plans_take_what_is_resident_and_cover_everything(folder, tmp_path):
     assert feed["cache"]["bound_bytes"] <= feed["cache"]["bytes_used"]
 
 
-@pytest.mark.parametrize("select", ["uniform", None])
-def test_every_selection_starts_a_window_with_resident_samples_and_observing_does_not(folder, select):
-    source = salience.Source(folder)
-    loader = salience.Loader(
-        source,
-        batch_size=16,
-        epochs=4,
-        select=select,
-        decode=decode,
-        cache=int(0.3 * source.sizes.sum()),
-        with_ids=True,
-    )
-    feeding, leading = loader._run.feeding, []
-    for epoch in range(4):
-        resident = feeding.feed.kept.copy()
-        batches = iter(loader)
-        plan = loader.plan
-        here = resident[plan.ids]
-        leading.append(here[: min(len(plan) // 10, max(1, here.sum()))].mean() if epoch else 1.0)
-        for ids, _ in batches:
-            loader.loss(losses(ids, epoch))
-    assert (min(leading) == 1) == (select is not None)
-
-
 @pytest.mark.parametrize("stop", [15, 19, 23, 40])  # at a window's edge, in mid-window, ...
 def test_a_resumed_run_makes_the_same_plans_from_an_empty_cache(folder, stop, tmp_path):
     whole = go(make(folder))

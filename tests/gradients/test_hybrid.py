@@ -110,6 +110,7 @@ def worker_fails(rank: int) -> Any:
     return ""
 
 
+@pytest.mark.slow  # it waits for a deadline of a minute
 def test_a_helper_whose_workers_are_gone_says_so(tmp_path):
     *_, said = run_ranks(tmp_path, worker_fails, world=3)
     assert said.startswith("Helper rank 2 lost the workers"), said

@@ -10,7 +10,6 @@ import salience
 from salience import ledger as ledgers
 from salience.errors import ConfigError
 from salience.ledger import Ledger
-from salience.select.fetching import Stock
 from salience.select.ranks import rank_normalise
 from salience.testing import sample_ledger
 
@@ -114,13 +113,3 @@ def test_a_ledger_to_start_from_is_enough():
     windows = [torch.cat([ids for ids, _ in selector]).tolist()]
     assert set(windows[0]) == set(np.flatnonzero(best).tolist())
     assert len(windows[0]) == 100
-
-
-def test_later_windows_start_with_resident_samples():
-    selector = made()
-    run(selector, until=3)
-    resident = np.arange(N) % 10 == 0
-    stock = Stock(resident=resident, shard=np.zeros(N, dtype=np.int32), offset=np.arange(N))
-    later = selector._run.planning.fixed.later(5, stock)
-    assert later.ids[:4].tolist() == [i for i in later.ids if resident[i]]
-    assert sorted(later.ids) == list(range(60, 100))

@@ -174,9 +174,9 @@ def _decided(story: Story) -> str:
 
 
 def _machine(story: Story) -> str:
-    """Means over the run."""
+    """Means over the run; nothing is said of a single look."""
     used = story.usage
-    if not used:
+    if len(used) < 2:
         return ""
 
     def mean(values: list[float]) -> str:

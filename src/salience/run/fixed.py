@@ -10,7 +10,6 @@ from salience.errors import ConfigError
 from salience.plan import Plan
 from salience.run.arrays import arrays, tensors
 from salience.run.part import Setup
-from salience.select.fetching import Stock
 from salience.select.static import again, opinions_of
 
 
@@ -30,11 +29,11 @@ class Fixed:
         """Ledgers of other runs by whose mean score it is chosen."""
         self.chosen: Plan | None = None
 
-    def later(self, window: int, stock: Stock | None) -> Plan | None:
+    def later(self, window: int) -> Plan | None:
         """The plan of a window after the one that chose."""
         if self.chosen is None or window <= self.chosen.window:
             return None
-        return again(self.chosen, window, stock, self._setup.seed)
+        return again(self.chosen, window, self._setup.seed)
 
     def choose(self, plan: Plan, *, scored: bool) -> None:
         """Keep the samples of `plan` for the rest of the run, if it is time to."""

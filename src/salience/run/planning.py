@@ -94,7 +94,7 @@ class Planning(Part):
         if self.pipeline is not None:
             assert setup.epochs is not None
             self.pipeline.reference = reference
-            if self.fixed is not None and (plan := self.fixed.later(window, stock)) is not None:
+            if self.fixed is not None and (plan := self.fixed.later(window)) is not None:
                 return plan
             epoch, piece = divmod(window, setup.pieces)
             opinions = () if self.fixed is None else self.fixed.opinions

@@ -12,15 +12,12 @@ from salience.errors import ConfigError
 from salience.ledger import Ledger
 from salience.plan import Note, Plan
 from salience.seeds import STATIC, generator
-from salience.select.fetching import Stock, resident_first
 from salience.select.reference import ledger_file
 
 
-def again(chosen: Plan, window: int, stock: Stock | None, seed: int) -> Plan:
-    """The samples and weights of the plan `chosen` for a later window, in a new order, resident samples first."""
+def again(chosen: Plan, window: int, seed: int) -> Plan:
+    """The samples and weights of the plan `chosen` for a later window, in a new order."""
     order = generator(seed, STATIC, window).permutation(len(chosen))
-    if stock is not None:
-        order = order[resident_first(chosen.ids[order], stock.resident, chosen.batch_size)]
     size = len(chosen)
     fixed = Note(
         name="static", dropped=chosen.population - size, forced=0,
