@@ -162,17 +162,17 @@ def test_signals_to_the_whole_group_are_for_the_parent(number):
     child.close()
 
 
-SCRIPT = """
+SCRIPT = r"""
 import os, time
 from salience.child import Child
 
 def idle(pipe):
-    print("helper", os.getpid(), flush=True)
+    os.write(1, b"helper %d\n" % os.getpid())
     time.sleep(600)
 
 child = Child(idle, name="helper", start="fork")
 if os.fork() == 0:  # it holds a copy of the pipe, which therefore does not close
-    print("fork", os.getpid(), flush=True)
+    os.write(1, b"fork %d\n" % os.getpid())
 time.sleep(600)
 """
 
@@ -182,8 +182,10 @@ def test_it_ends_when_its_parent_is_killed_even_if_a_fork_holds_the_pipe(tmp_pat
     script.write_text(SCRIPT)
     with subprocess.Popen([sys.executable, "-W", "ignore", script], stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
-        found = dict(run.stdout.readline().split() for _ in range(2))
-        run.kill()
+        try:
+            found = dict(run.stdout.readline().split() for _ in range(2))
+        finally:
+            run.kill()
     wait_until_gone(int(found["helper"]))
     os.kill(int(found["fork"]), signal.SIGKILL)
 
