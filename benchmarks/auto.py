@@ -8,8 +8,8 @@ Regimes on two cores, thirty short windows each. The accelerator is a pause, exc
 - compute: a real network on one core; nothing exact helps. By hand: nothing.
 - compute_lossy: the same with auto="lossy". By hand: select="default".
 
-Arms (plain, by hand, auto, and auto with policy="bandit") take turns, window by window, in one process, so
-that a slow minute of the machine hits all of them.
+Arms (plain, by hand, auto) take turns, window by window, in one process, so that a slow minute of the machine hits all of
+them.
 auto_vs_best = seconds of auto, its probes and trials included, over those of the setting by hand. auto_vs_plain = the same
 over plain, for `compute`, where best_vs_plain compares plain with itself: how much the machine's other work blurs.
 processor_vs_plain = the same in processor seconds, which that hardly touches. verdicts_right = regimes in which the first
@@ -235,7 +235,6 @@ def measure(regime: Regime, windows: int) -> dict[str, Any]:
         "plain": arm({}),
         "best": arm(regime.best),
         "auto": arm({"auto": regime.auto}),
-        "bandit": arm({"auto": regime.auto, "policy": "bandit"}),
     }
     names, seconds = list(arms), {name: [0.0] * windows for name in arms}
     processor = dict.fromkeys(arms, 0.0)
@@ -249,9 +248,7 @@ def measure(regime: Regime, windows: int) -> dict[str, Any]:
     first = next((event for event in events if event["kind"] == "verdict"), {"bound": "", "cause": "", "text": "none"})
     found = {
         "auto_vs_best": round(total["auto"] / total["best"], 3),
-        "bandit_vs_best": round(total["bandit"] / total["best"], 3),
         "auto_vs_plain": round(total["auto"] / total["plain"], 3),
-        "bandit_vs_plain": round(total["bandit"] / total["plain"], 3),
         "best_vs_plain": round(total["best"] / total["plain"], 3),
         "processor_vs_plain": round(processor["auto"] / processor["plain"], 3),
         "verdict": first["text"],
@@ -295,13 +292,11 @@ def main() -> None:
         print(f"\n{name}: {found[name]['verdict']}")
         print("\n".join(f"  {line}" for line in found[name]["decisions"]))
         print(f"  seconds {found[name]['seconds']}, last ten windows {found[name]['last_ten']}")
-        ratios = ("auto_vs_best", "bandit_vs_best", "auto_vs_plain", "bandit_vs_plain", "best_vs_plain")
+        ratios = ("auto_vs_best", "auto_vs_plain", "best_vs_plain")
         print("  " + ", ".join(f"{ratio} {found[name][ratio]}" for ratio in ratios), flush=True)
     print(json.dumps({
         "auto_vs_best": {name: one["auto_vs_best"] for name, one in found.items()},
-        "bandit_vs_best": {name: one["bandit_vs_best"] for name, one in found.items()},
         "auto_vs_plain": found.get("compute", {}).get("auto_vs_plain"),
-        "bandit_vs_plain": found.get("compute", {}).get("bandit_vs_plain"),
         "processor_vs_plain": found.get("compute", {}).get("processor_vs_plain"),
         "verdicts_right": sum(one["right"] for one in found.values()),
         "of": len(found),

@@ -90,8 +90,7 @@ class Loader(Door, Generic[T]):
 
     `auto=True` measures the run, tries at window edges what could make it faster and was not given (workers, cache), keeps
     what does, and logs every decision. With a `baseline` or `auto="lossy"` also what changes training: `treat` where there
-    is `augment`, and `select`. The event log of such a run as `auto` does the same again. `policy="bandit"` tries what is
-    expected to gain most instead of testing levers one by one.
+    is `augment`, and `select`. The event log of such a run as `auto` does the same again.
 
     With several ranks, `balance=True` gives each the part of every batch that fits its measured speed, and `costs` (a number
     per sample, such as its length) divides every batch so that long samples meet long ones and all ranks take as long.
@@ -125,7 +124,6 @@ class Loader(Door, Generic[T]):
         sinks: Sequence[str | Sink] = (),
         strict: bool = False,
         auto: bool | str | Path = False,
-        policy: str = "heuristic",
         balance: bool = False,
         costs: npt.ArrayLike | None = None,
         **dataloader: Any,
@@ -149,15 +147,13 @@ class Loader(Door, Generic[T]):
             check_picklable(stages, dataloader)
         if isinstance(dataset, Source):
             dataset = SourceDataset(dataset, reading.decode if stages is None or shared is not None else None)
-        if not auto and policy != "heuristic":
-            raise ConfigError(f"policy={policy!r} is how auto decides; pass auto=True with it.")
         parts = Parts(
             _length(dataset), batch_size=batch_size, epochs=epochs, select=select, seed=seed, drop_last=drop_last,
             window=window, generator=generator, shuffle=shuffle is not False, even=even, ledger=ledger,
             reference=reference, baseline=baseline, embeddings=embeddings, trace=trace, log=log, sinks=sinks, strict=strict,
-            balance=balance, costs=costs, alike={"auto": str(auto), "policy": policy},
+            balance=balance, costs=costs, alike={"auto": str(auto)},
         )  # fmt: skip
-        chooser = Auto(auto, baseline, epochs=epochs, policy=policy) if auto else None
+        chooser = Auto(auto, baseline, epochs=epochs) if auto else None
         self.dataset, self.with_ids, self.ids_key, self.generator = dataset, with_ids, ids_key, generator
         self.device = None if device is None else _device(device)
         ranks, workers = parts.setup.ranks, dataloader.get("num_workers", 0)

@@ -16,8 +16,7 @@ from salience.events import read
 pytest.importorskip("obstore")
 
 
-@pytest.mark.parametrize("policy", ["heuristic", "bandit"])
-def test_over_a_network_the_cache_is_on_from_the_first_window(tmp_path: Path, policy: str):
+def test_over_a_network_the_cache_is_on_from_the_first_window(tmp_path: Path):
     with Server(objects(), Faults(delay=0.05)) as server:  # so that a cache surely pays
 
         def loader(**more: Any) -> salience.Loader:
@@ -25,15 +24,14 @@ def test_over_a_network_the_cache_is_on_from_the_first_window(tmp_path: Path, po
 
         plain, asked = go(loader(), 5), server.requests
         log = tmp_path / "log.jsonl"
-        assert same(go(loader(auto=True, policy=policy, log=log), 5), plain)
+        assert same(go(loader(auto=True, log=log), 5), plain)
         assert server.requests - asked == N  # each sample once
         events = list(read(log))
         first = next(event for event in events if event["kind"] == "settings")
         assert (first["window"], first["cache"]) == (0, sum(map(len, server.objects.values())))
-        if policy == "heuristic":
-            [tried] = [e for e in events if e["kind"] == "decision" and e["action"] == "try" and "cache" in e["lever"]]
-            assert tried["window"] == 1
-            assert "filled it" in tried["reason"]
+        [tried] = [e for e in events if e["kind"] == "decision" and e["action"] == "try" and "cache" in e["lever"]]
+        assert tried["window"] == 1
+        assert "filled it" in tried["reason"]
         assert loader(auto=True, cache=5000)._run.deciding.settings.cache == 5000  # what was given stays
         assert same(go(loader(auto=log), 5), plain)
 

@@ -17,15 +17,13 @@ from torch.utils.data import Dataset, TensorDataset
 
 import salience
 from salience.cli import main
-from salience.events import read
+from salience.events import MachineUse, StepCosts, read
 from salience.report.profile import rendered, sparkline
 from salience.run.part import Batch
 from salience.run.watching import Watching
-from salience.watch.model import Costs
-from salience.watch.probe import Enough, Session, costs_of, profiling
-from salience.watch.profile import profiled
+from salience.watch.probe import Enough, Session, costs_of, profiled, profiling
 from salience.watch.steps import Steps
-from salience.watch.usage import Usage, UsageRecord, UsageSample
+from salience.watch.usage import Usage, UsageRecord
 
 from conftest import make_model, train
 
@@ -147,7 +145,7 @@ def test_copying_is_a_part_of_its_own_where_the_loop_says_so():
     assert told.forward < told.copy
     assert silent.copy == 0
     assert steps.spent().copy == told.copy
-    costs = Costs(step=0.02, wait=0, input=0.001, compute=0.02, work={}, copy=0.005, forward=0.01, backward=0.005)
+    costs = StepCosts(step=0.02, wait=0, input=0.001, compute=0.02, work={}, copy=0.005, forward=0.01, backward=0.005)
     assert "copy" in rendered(profiled(costs, cores=2, losses=True))
 
 
@@ -230,9 +228,9 @@ def test_wrong_arguments_of_profile(capsys):
 
 
 def test_a_gpu_that_is_hardly_busy_does_not_hold_the_loop_back():
-    costs = Costs(step=0.01, wait=0.0001, input=0.001, compute=0.0099, work={"load": 0.001}, workers=2, steps=50)
+    costs = StepCosts(step=0.01, wait=0.0001, input=0.001, compute=0.0099, work={"load": 0.001}, workers=2, steps=50)
     for busy, said in ((0.2, True), (0.9, False)):
-        usage = [UsageSample(seconds=float(k), cpu=0.1, memory=0.1, disk=0, network=0, gpu=(busy,)) for k in range(6)]
+        usage = [MachineUse(seconds=float(k), cpu=0.1, memory=0.1, disk=0, network=0, gpu=(busy,)) for k in range(6)]
         made = profiled(costs, cores=2, losses=True, usage=usage)
         assert made.bound == "compute"
         assert any("busy only 20% of the time" in note for note in made.notes) == said

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--probes is {args.probes}; it must be at least 1.")
 
     from salience.report.console import say
-    from salience.watch.probe import Enough, Session, profiling
+    from salience.watch.probe import Enough, Session, profiled, profiling
     from salience.watch.usage import Usage
 
     with profiling(Session(stop=not args.whole, times=args.probes)) as session, Usage() as usage:
@@ -86,7 +86,6 @@ def run(args: argparse.Namespace) -> int:
         )
     costs, steps = found
     from salience.report.profile import rendered
-    from salience.watch.profile import profiled
 
     if int(os.environ.get("RANK") or 0):
         return 0  # under torchrun rank 0 speaks

@@ -2,12 +2,11 @@
 
     window measured -> best predicted lever goes on -> windows with and without it -> kept, or undone
 
-One settings value per window, one question at each window's edge; the loader applies the answer.
+One settings value per window, one question at each window's edge; the run applies the answer.
 """
 
 from salience.decide.auto import Auto
-from salience.decide.controller import Controller, Decision
-from salience.decide.levers import AvailableLevers
-from salience.decide.settings import Settings
+from salience.decide.controller import Controller
+from salience.decide.levers import AvailableLevers, Settings
 
-__all__ = ["Auto", "AvailableLevers", "Controller", "Decision", "Settings"]
+__all__ = ["Auto", "AvailableLevers", "Controller", "Settings"]

@@ -6,17 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from salience.decide.bandit import Bandit
-from salience.decide.controller import Controller, Decision, Replay
-from salience.decide.levers import AvailableLevers
-from salience.decide.settings import Settings, recorded
+from salience.decide.controller import Controller, Replay
+from salience.decide.levers import AvailableLevers, Settings, recorded
 from salience.decide.timing import MIN_STEPS, WindowTiming, measure_window
 from salience.errors import ConfigError
+from salience.events import LeverDecided
 from salience.select.steering import Paths, read_histories
 from salience.watch.probe import WARMUP_STEPS, Probe
 from salience.watch.steps import Step, Steps
 
-POLICIES = ("heuristic", "bandit")
 MAX_TIMED_BATCHES = 8
 """Most batches of a probe that are timed."""
 
@@ -24,17 +22,12 @@ MAX_TIMED_BATCHES = 8
 class Auto:
     """Measures windows, and asks the controller between them."""
 
-    def __init__(
-        self, what: bool | str | Path, baseline: Paths | None, *, epochs: int | None, policy: str = "heuristic"
-    ) -> None:
+    def __init__(self, what: bool | str | Path, baseline: Paths | None, *, epochs: int | None) -> None:
         if epochs is None:
             raise ConfigError(
                 "auto needs epochs=: the number of passes you will make, so that trials stay a small share."
             )
         self._epochs = epochs
-        if policy not in POLICIES:
-            raise ConfigError(f'policy is {policy!r}; it must be "heuristic" or "bandit".')
-        self._policy = Bandit if policy == "bandit" else Controller
         self._recorded = recorded(what) if isinstance(what, (str, Path)) and what != "lossy" else None
         self._baseline = baseline
         self.lossy = what == "lossy" or baseline is not None
@@ -60,9 +53,10 @@ class Auto:
             self.controller = Replay(settings, self._recorded)
             return
         histories = read_histories(self._baseline) if self._baseline is not None and decides else ()
-        given: dict[str, Any] = {"windows": self._epochs, "batches": self._epochs * batches}
-        given |= {"lossy": self.lossy, "histories": histories, "adopted": adopted}
-        self.controller = self._policy(settings, **given)
+        self.controller = Controller(
+            settings, windows=self._epochs, batches=self._epochs * batches, lossy=self.lossy, histories=histories,
+            adopted=adopted,
+        )  # fmt: skip
 
     def open(self, steps: Steps, batches: int, *, ahead: int, planned: float, restarts: bool) -> Probe | None:
         """A window begins; returns the probe for it, if one is wanted and fits."""
@@ -82,7 +76,7 @@ class Auto:
         self._whole = True
         self.controller.held += sum(step.held for step in self._steps(steps))
 
-    def edge(self, window: int, steps: Steps, available: AvailableLevers) -> list[Decision]:
+    def edge(self, window: int, steps: Steps, available: AvailableLevers) -> list[LeverDecided]:
         """Between two windows: the decisions of the controller on the last one."""
         return self.controller.edge(window, self._timing(steps), available)
 

@@ -9,45 +9,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from salience.decide.levers import AvailableLevers, Option, options
-from salience.decide.settings import Settings
+from salience.decide.levers import AvailableLevers, Option, Settings, cache_lever, options
 from salience.decide.timing import WindowTiming
 from salience.decide.trial import Gain, Trial, windows_needed
-from salience.errors import StateError
+from salience.events import BottleneckFound, LeverDecided, StepCosts, build
+from salience.events.coding import plain
 from salience.select.steering import History, band
-from salience.watch.model import MIN_SPEEDUP_TO_TRY, Bottleneck, Costs, Lever, ceiling, find_bottleneck
+from salience.watch.model import MIN_SPEEDUP_TO_TRY, find_bottleneck
 
 STEP_DRIFT = 1.15
 """The run is measured again when the seconds per step change by more than this factor."""
 TRIAL_SHARE = 0.3
-"""Largest share of the run's windows for trials that end with undoing."""
+"""Largest share of the run's windows for trials that end with undoing, once one did."""
 HELD_SHARE = 0.01
 """Largest share of the run's batches that probes may hold back."""
 LOSSY_LEVERS = {"treat": 'treat="reuse"', "select": 'select="default"'}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
-    """One line of the event log."""
-
-    window: int
-    """First window under this decision."""
-    lever: str
-    action: str
-    """"try", "keep", "undo" or "skip"."""
-    predicted: float | None = None
-    measured: float | None = None
-    interval: tuple[float, float] | None = None
-    reason: str = ""
-
-
 class Controller:
     """Decides from measured windows; `settings` and `probing` are those of the next window."""
-
-    learns = False
 
     def __init__(
         self,
@@ -67,12 +50,10 @@ class Controller:
         """True if the next window is to be measured with a probe."""
         self.held = 0
         """Batches that probes held back so far."""
-        self.verdict: Bottleneck | None = None
-        """The bottleneck of the last window that was measured."""
+        self.verdict: BottleneckFound | None = None
+        """What held the run back in the last window that was measured, with its costs."""
         self._windows, self._batches = windows, batches
         self._lossy, self._histories = lossy or bool(histories), histories
-        self.costs: Costs | None = None
-        """The costs measured in that window."""
         self._step: float | None = None
         """Seconds per step at the last measurement."""
         self._trial: Trial | None = None
@@ -97,7 +78,7 @@ class Controller:
         if self.settings.lossy:
             self._heard = metric, progress
 
-    def edge(self, window: int, timing: WindowTiming | None, available: AvailableLevers) -> list[Decision]:
+    def edge(self, window: int, timing: WindowTiming | None, available: AvailableLevers) -> list[LeverDecided]:
         """`window` begins; `timing` is that of the window before, None if that was not whole or too short."""
         said = self._guard(window)
         if any(decision.action == "undo" for decision in said):  # this window says nothing of what comes
@@ -110,7 +91,7 @@ class Controller:
         if self.probing:
             if timing.costs is None:
                 return said
-            self.probing, self.costs, self._step = False, timing.costs, timing.step
+            self.probing, self._step = False, timing.step
             self.verdict = find_bottleneck(timing.costs)
             if self.fills:
                 return [*said, self._adopt(window, timing, timing.costs, available.share)]
@@ -119,25 +100,21 @@ class Controller:
             return said
         return said + self._choose(window, timing, available)
 
-    def _adopt(self, window: int, timing: WindowTiming, costs: Costs, share: float) -> Decision:
+    def _adopt(self, window: int, timing: WindowTiming, costs: StepCosts, share: float) -> LeverDecided:
         """The cache was on from the start: its trial is the window that comes, against the one that filled it."""
         self.fills = False
-        lever = Lever(name=f"cache={self.settings.cache}", exact=True, saves={"fetch": share})
-        option = Option(
-            name=lever.name, exact=True, remembers=True, settings=self.settings,
-            predicted=min(ceiling(costs, lever).speedup, 99.0), saves=dict(lever.saves),
-        )  # fmt: skip
+        option = Option.of(costs, cache_lever(self.settings.cache, share), self.settings, remembers=True)
         base = replace(self.settings, cache=0)
         self._trial = Trial(option=option, base=base, off=(timing.seconds,), filled=True, whole=True, windows=1)
-        reason = "on from the first window, which filled it"
-        return Decision(window=window, lever=lever.name, action="try", predicted=option.predicted, reason=reason)
+        return _decided(window, option, "try", "on from the first window, which filled it")
 
-    def _choose(self, window: int, timing: WindowTiming, available: AvailableLevers) -> list[Decision]:
+    def _choose(self, window: int, timing: WindowTiming, available: AvailableLevers) -> list[LeverDecided]:
         """The best lever goes on; levers that are not worth it are named once."""
-        assert self.costs is not None
+        assert self.verdict is not None
+        assert self.verdict.costs is not None
         said = [self._skip(window, name, None, why) for name, why in available.refused.items()]
         worth: list[Option] = []
-        for option in options(self.costs, self.settings, available, window):
+        for option in options(self.verdict.costs, self.settings, available, window):
             why = self._against(option, window)
             if why:
                 said.append(self._skip(window, option.name, option.predicted, why))
@@ -150,10 +127,7 @@ class Controller:
         self._trial = Trial.of(best, self.settings, timing)
         self.settings = best.settings
         reason = "the best exact lever" if best.exact else "the best lever left; quality unproven"
-        return [
-            *decisions,
-            Decision(window=window, lever=best.name, action="try", predicted=best.predicted, reason=reason),
-        ]
+        return [*decisions, _decided(window, best, "try", reason)]
 
     def _against(self, option: Option, window: int) -> str:
         """Why a lever is not tried; empty if it may be."""
@@ -166,42 +140,45 @@ class Controller:
             return 'it changes training and there is no baseline to compare with; pass baseline=, or auto="lossy"'
         if self._undone.get(option.name) == self._cause:
             return "it was undone, and what holds the run back is still the same"
-        if self._spent + needed > TRIAL_SHARE * self._windows:
+        if self._spent and self._spent + needed > TRIAL_SHARE * self._windows:
             return f"its trial takes {needed} windows, more than are left of the {TRIAL_SHARE:.0%} of all that trials may take"
-        if window + 2 * needed > self._windows:
+        if window + needed >= self._windows:
             return "too few windows are left for a trial to pay"
         return ""
 
-    def _judge(self, window: int, timing: WindowTiming, trial: Trial) -> list[Decision]:
+    def _judge(self, window: int, timing: WindowTiming, trial: Trial) -> list[LeverDecided]:
         """Count the window, and keep or undo the lever if the trial is over."""
         self._trial = trial = trial.after(timing, self.settings)
         self.settings, found = trial.next, trial.verdict
         if found is None:
             return []
         kept, reason = found
-        self._trial = None
-        self.settings = trial.option.settings if kept else trial.base
-        self.probing = kept or trial.whole  # at what it costs now
         if not kept:
-            self._spent += trial.windows
-            self._undone[trial.option.name] = self._cause
-        if kept and not trial.option.exact and trial.option.name not in self._proven:
+            return [self._undo(window, trial, reason)]
+        self._trial, self.settings = None, trial.option.settings
+        self.probing = True  # at what it costs now
+        if not trial.option.exact and trial.option.name not in self._proven:
             reason += "; quality unproven"
-        return [_decided(window, trial.option, "keep" if kept else "undo", trial.gain, reason)]
+        return [_decided(window, trial.option, "keep", reason, trial.gain)]
 
-    def _blind(self, window: int) -> list[Decision]:
+    def _blind(self, window: int) -> list[LeverDecided]:
         """A window was not measured; a trial that this happens to twice is over."""
         if self._trial is None:
             return []
         self._trial = trial = replace(self._trial, unseen=self._trial.unseen + 1, windows=self._trial.windows + 1)
         if trial.unseen < 2:
             return []
+        return [self._undo(window, trial, "its windows were too short or broken off")]
+
+    def _undo(self, window: int, trial: Trial, reason: str) -> LeverDecided:
+        """The trial is over, and the run is again as it was before."""
         self._trial, self.settings = None, trial.base
+        self.probing = trial.whole  # without its cache the run was never measured
         self._spent += trial.windows
         self._undone[trial.option.name] = self._cause
-        return [_decided(window, trial.option, "undo", None, "its windows were too short or broken off")]
+        return _decided(window, trial.option, "undo", reason, trial.gain)
 
-    def _guard(self, window: int) -> list[Decision]:
+    def _guard(self, window: int) -> list[LeverDecided]:
         """Undo lossy levers when the metric is under the baseline's band at equal progress."""
         heard, self._heard = self._heard, None
         on = [name for field, name in LOSSY_LEVERS.items() if getattr(self.settings, field)]
@@ -214,7 +191,7 @@ class Controller:
             new = [name for name in on if name not in self._proven]
             self._proven.update(new)
             reason = f"the metric is in the baseline's band: {where}"
-            return [Decision(window=window, lever=name, action="keep", reason=reason) for name in new]
+            return [LeverDecided(window=window, lever=name, action="keep", reason=reason) for name in new]
         self._banned.update(on)
         self.settings = replace(self.settings, treat=False, select=False)
         if self._trial is not None:
@@ -222,47 +199,41 @@ class Controller:
             self._trial = None
         self.probing = True
         reason = f"the metric left the baseline's band: {where}"
-        return [Decision(window=window, lever=name, action="undo", reason=reason) for name in on]
+        return [LeverDecided(window=window, lever=name, action="undo", reason=reason) for name in on]
 
-    def failed(self, window: int, before: Settings, why: str) -> Decision:
+    def failed(self, window: int, before: Settings, why: str) -> LeverDecided:
         """A lever could not be switched: everything stays as it was before."""
         name = "settings" if self._trial is None else self._trial.option.name
         self._banned.add(name)
         self._trial, self.settings = None, before
-        return Decision(window=window, lever=name, action="undo", reason=f"it could not be switched: {why}")
+        return LeverDecided(window=window, lever=name, action="undo", reason=f"it could not be switched: {why}")
 
     @property
     def _cause(self) -> str:
-        return "" if self.verdict is None else f"{self.verdict.kind}: {self.verdict.cause}"
+        return "" if self.verdict is None else f"{self.verdict.bound}: {self.verdict.cause}"
 
-    def _skip(self, window: int, lever: str, predicted: float | None, reason: str) -> Decision | None:
+    def _skip(self, window: int, lever: str, predicted: float | None, reason: str) -> LeverDecided | None:
         """A decision to skip; each lever and reason is reported once."""
         if f"{lever}: {reason}" in self._said:
             return None
         self._said.add(f"{lever}: {reason}")
-        return Decision(window=window, lever=lever, action="skip", predicted=predicted, reason=reason)
+        return LeverDecided(window=window, lever=lever, action="skip", predicted=predicted, reason=reason)
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "settings": asdict(self.settings), "probing": self.probing, "held": self.held, "spent": self._spent,
-            "verdict": None if self.verdict is None else asdict(self.verdict),
-            "costs": None if self.costs is None else asdict(self.costs),
-            "step": self._step, "trial": None if self._trial is None else _flat(self._trial),
-            "undone": dict(self._undone), "banned": sorted(self._banned), "proven": sorted(self._proven),
-            "said": sorted(self._said), "heard": None if self._heard is None else list(self._heard),
-            "fills": self.fills,
+            "settings": plain(self.settings), "probing": self.probing, "held": self.held, "spent": self._spent,
+            "verdict": plain(self.verdict) if self.verdict else None, "step": self._step,
+            "trial": plain(self._trial) if self._trial else None, "undone": dict(self._undone),
+            "banned": sorted(self._banned), "proven": sorted(self._proven), "said": sorted(self._said),
+            "heard": None if self._heard is None else list(self._heard), "fills": self.fills,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if ("bandit" in state) != self.learns:
-            raise StateError("The state was saved with another policy; resume with the same policy=.")
-        self.settings, self.fills = Settings(**state["settings"]), bool(state.get("fills"))
+        self.settings, self.fills = build(Settings, state["settings"]), bool(state["fills"])
         self.probing, self.held, self._spent = bool(state["probing"]), int(state["held"]), int(state["spent"])
-        self.verdict = None if state["verdict"] is None else Bottleneck(**state["verdict"])
-        self.costs = None if state["costs"] is None else Costs(**state["costs"])
-        self._step = state["step"]
-        self._trial = None if state["trial"] is None else _trial(state["trial"])
-        self._undone = dict(state["undone"])
+        self.verdict = build(BottleneckFound, state["verdict"]) if state["verdict"] else None
+        self._step, self._undone = state["step"], dict(state["undone"])
+        self._trial = build(Trial, state["trial"]) if state["trial"] else None
         self._banned, self._proven, self._said = (set(state[name]) for name in ("banned", "proven", "said"))
         self._heard = None if state["heard"] is None else (float(state["heard"][0]), float(state["heard"][1]))
         # What was kept is gone with the process that kept it: the next window fills it again.
@@ -280,26 +251,15 @@ class Replay(Controller):
         self._recorded = dict(recorded)
         self.probing = False
 
-    def edge(self, window: int, timing: WindowTiming | None, available: AvailableLevers) -> list[Decision]:
+    def edge(self, window: int, timing: WindowTiming | None, available: AvailableLevers) -> list[LeverDecided]:
         first = max((w for w in self._recorded if w <= window), default=None)
         self.settings = self.settings if first is None else self._recorded[first]
         return []
 
 
-def _decided(window: int, option: Option, action: str, gain: Gain | None, reason: str) -> Decision:
-    return Decision(
+def _decided(window: int, option: Option, action: str, reason: str, gain: Gain | None = None) -> LeverDecided:
+    return LeverDecided(
         window=window, lever=option.name, action=action, predicted=option.predicted, reason=reason,
         measured=None if gain is None else gain.speedup,
         interval=None if gain is None or not gain.low else (gain.low, gain.high),  # of one pair there is none
     )  # fmt: skip
-
-
-def _flat(trial: Trial) -> dict[str, Any]:
-    return {**asdict(trial), "off": list(trial.off), "on": list(trial.on)}
-
-
-def _trial(state: Mapping[str, Any]) -> Trial:
-    option: dict[str, Any] = {**state["option"], "settings": Settings(**state["option"]["settings"])}
-    parts: dict[str, Any] = {**state, "option": Option(**option), "base": Settings(**state["base"])}
-    parts |= {"off": tuple(state["off"]), "on": tuple(state["on"])}
-    return Trial(**parts)

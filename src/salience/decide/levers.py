@@ -1,15 +1,66 @@
-"""What this run could be switched to, and what each switch could gain at most."""
+"""What may differ from window to window, what this run could be switched to, and what each switch could gain at most."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, fields, replace
+from pathlib import Path
 
-from salience.decide.settings import Settings
-from salience.watch.model import Costs, Lever, ceiling, more_workers
+from salience import events
+from salience.errors import ConfigError
+from salience.events import SettingsChanged, StepCosts
+from salience.watch.model import Lever, ceiling, more_workers
 
 REUSED_SHARE = 0.75
 """Largest share of the visits that reuse an intermediate: one is made for four visits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """How one window is run."""
+
+    workers: int = 0
+    cache: int = 0
+    """Bytes of the cache; 0 = no cache."""
+    treat: bool = False
+    """True if intermediates are reused."""
+    select: bool = False
+    """True if fewer samples are visited."""
+
+    @property
+    def lossy(self) -> bool:
+        """True if this can change the trained model."""
+        return self.treat or self.select
+
+    @property
+    def numbers(self) -> list[float]:
+        """The settings as numbers, for the other ranks."""
+        return [float(value) for value in astuple(self)]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Settings:
+        workers, cache, treat, select = numbers
+        return cls(workers=int(workers), cache=int(cache), treat=bool(treat), select=bool(select))
+
+
+def recorded(path: str | Path) -> dict[int, Settings]:
+    """The settings in an event log (or a run folder with one), by the first window of each."""
+    path = Path(path)
+    path = path / "run.jsonl" if path.is_dir() else path
+    names = [field.name for field in fields(Settings)]
+    try:
+        found = {
+            data.window: Settings(**{name: getattr(data, name) for name in names})
+            for data in (event.data for event in events.read(path))
+            if isinstance(data, SettingsChanged)
+        }
+    except OSError as cause:
+        raise ConfigError(
+            f"auto is {str(path)!r}, which cannot be read ({cause.strerror}); it is True, 'lossy' or the event log of a run."
+        ) from cause
+    if not found:
+        raise ConfigError(f"The event log {str(path)!r} has no settings to replay; it must be of a run with auto.")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,34 +95,32 @@ class Option:
     """The settings with this lever on."""
     predicted: float
     """Largest possible speed-up."""
-    saves: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Stage -> largest share of its cost that is saved."""
+
+    @classmethod
+    def of(cls, costs: StepCosts, lever: Lever, settings: Settings, *, remembers: bool = False) -> Option:
+        predicted = ceiling(costs, lever).speedup or 1.0
+        return cls(name=lever.name, exact=lever.exact, remembers=remembers, settings=settings, predicted=predicted)
 
 
-def options(costs: Costs, now: Settings, available: AvailableLevers, window: int) -> list[Option]:
+def cache_lever(size: int, share: float) -> Lever:
+    """A cache of `size` bytes, which holds a share of the source."""
+    return Lever(name=f"cache={size}", exact=True, saves={"fetch": share})
+
+
+def options(costs: StepCosts, now: Settings, available: AvailableLevers, window: int) -> list[Option]:
     """Every lever that is off and could be on from `window` onwards."""
     found: list[Option] = []
-
-    def add(lever: Lever, settings: Settings, *, remembers: bool = False) -> None:
-        predicted = ceiling(costs, lever).speedup
-        found.append(
-            Option(
-                name=lever.name, exact=lever.exact, remembers=remembers, settings=settings,
-                predicted=min(predicted, 99.0), saves=dict(lever.saves),
-            )
-        )  # fmt: skip
-
     if (lever := more_workers(costs, available.cores)) is not None:
-        add(lever, replace(now, workers=int(lever.name.partition("=")[2])))
+        found.append(Option.of(costs, lever, replace(now, workers=int(lever.name.partition("=")[2]))))
     if available.cache and not now.cache:
-        lever = Lever(name=f"cache={available.cache}", exact=True, saves={"fetch": available.share})
-        add(lever, replace(now, cache=available.cache), remembers=True)
+        lever = cache_lever(available.cache, available.share)
+        found.append(Option.of(costs, lever, replace(now, cache=available.cache), remembers=True))
     if available.reusable and not now.treat:
         lever = Lever(name='treat="reuse"', exact=False, saves=dict.fromkeys(available.reusable, REUSED_SHARE))
-        add(lever, replace(now, treat=True), remembers=True)
+        found.append(Option.of(costs, lever, replace(now, treat=True), remembers=True))
     left = available.keep[window:]
     if left and left[0] < 1 and not now.select:  # and not before the curve takes anything away
         saved = 1 - sum(left) / len(left)
         lever = Lever(name='select="default"', exact=False, saves={"input": saved, "compute": saved})
-        add(lever, replace(now, select=True))
+        found.append(Option.of(costs, lever, replace(now, select=True)))
     return found

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from salience.watch.model import Costs
+from salience.events import StepCosts
 from salience.watch.probe import WARMUP_STEPS, costs_of
 from salience.watch.steps import Step
 
@@ -29,7 +29,7 @@ class WindowTiming:
     """Mean seconds per step, without the first steps."""
     blocks: tuple[float, ...]
     """Mean seconds per step in consecutive equal parts of the window."""
-    costs: Costs | None
+    costs: StepCosts | None
 
 
 def measure_window(
@@ -79,7 +79,7 @@ def _filling(natural: Sequence[Step], body: Sequence[Step], batches: int, lead: 
     forward, backward = np.mean([(step.forward, step.backward) for step in body], axis=0).tolist()
     names = {name: 0 for step in natural for name in step.work}
     each = float(np.mean([step.wait for step in natural])) + forward + backward
-    costs = Costs(
+    costs = StepCosts(
         step=wait + forward + backward, wait=wait, input=wait + forward + backward, compute=forward + backward,
         work={name: float(np.mean([step.work.get(name, 0.0) for step in natural])) for name in names},
         forward=forward, backward=backward, workers=workers, steps=len(natural),

@@ -1,4 +1,4 @@
-"""Did it help? Windows with and without a lever, by turns, and a paired test.
+"""Did it help? Windows with and without a lever, by turns, and a paired test unless the first pair is clear.
 
 speed-up        exp(mean d),  d_i = log(seconds of window i without) - log(seconds of window i with)
 lower bound     exp(mean d - t * s / sqrt(k)),  t = 95% point of Student's t with k - 1 degrees of freedom, one-sided
@@ -12,15 +12,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from salience.decide.levers import Option
-from salience.decide.settings import Settings
+from salience.decide.levers import Option, Settings
 from salience.decide.timing import WindowTiming
 from salience.stats import paired_interval
 
 MIN_SPEEDUP_TO_KEEP = 1.02
 """A lever stays on if the lower bound of its speed-up is above this."""
-MIN_FIRST_SPEEDUP = 1 / 1.1
-"""If the speed-up of the first pair is below this, the trial ends at once."""
+MIN_FIRST_SPEEDUP, CLEAR_FIRST_SPEEDUP = 1 / 1.1, 1.25
+"""If the first pair shows less than the first, or more than the second, the trial ends at once.
+
+Of recorded windows with equal settings, one in fifty is faster than another by more than the second.
+"""
 MAX_PAIRS = 4
 """After this many pairs the trial ends, whatever the result."""
 
@@ -96,27 +98,25 @@ class Trial:
         if found is None:
             return None
         if self.whole:
-            weaker = "one window against the one that filled it: weak evidence"
-            faster = found.speedup > MIN_SPEEDUP_TO_KEEP
-            return faster, f"it is {'' if faster else 'not '}above {MIN_SPEEDUP_TO_KEEP}; {weaker}"
+            return self._ruling(found.speedup, "it", "; one window against the one that filled it: weak evidence")
         if self.option.remembers:
-            weaker = "window over window after one of filling: weaker evidence"
-            if found.low > MIN_SPEEDUP_TO_KEEP:
-                return True, f"the lower bound is above {MIN_SPEEDUP_TO_KEEP}; {weaker}"
-            return False, f"the lower bound is not above {MIN_SPEEDUP_TO_KEEP}; {weaker}"
+            weaker = "; window over window after one of filling: weaker evidence"
+            return self._ruling(found.low, "the lower bound", weaker)
+        if pairs == 1 and found.speedup < MIN_FIRST_SPEEDUP:
+            return False, "its first window was slower by more than a tenth"
         if pairs == 1:
-            return (
-                (False, "its first window was slower by more than a tenth")
-                if found.speedup < MIN_FIRST_SPEEDUP
-                else None
-            )
-        if found.low > MIN_SPEEDUP_TO_KEEP:
-            return True, f"the lower bound of {pairs} pairs of windows is above {MIN_SPEEDUP_TO_KEEP}"
-        if found.speedup <= MIN_SPEEDUP_TO_KEEP or pairs >= MAX_PAIRS:
-            return False, f"the lower bound of {pairs} pairs of windows is not above {MIN_SPEEDUP_TO_KEEP}"
-        return None
+            clear = found.speedup > CLEAR_FIRST_SPEEDUP
+            return (True, "its first window was faster by more than a quarter") if clear else None
+        ruling = self._ruling(found.low, f"the lower bound of {pairs} pairs of windows")
+        over = ruling[0] or found.speedup <= MIN_SPEEDUP_TO_KEEP or pairs >= MAX_PAIRS
+        return ruling if over else None
+
+    @staticmethod
+    def _ruling(bound: float, what: str, evidence: str = "") -> tuple[bool, str]:
+        kept = bound > MIN_SPEEDUP_TO_KEEP
+        return kept, f"{what} is {'' if kept else 'not '}above {MIN_SPEEDUP_TO_KEEP}{evidence}"
 
 
 def windows_needed(option: Option) -> int:
-    """Fewest windows of a trial after one without the lever: filling and judging, or with, without, with."""
-    return 2 if option.remembers else 3
+    """Fewest windows of a trial after one without the lever: a clear gain shows in one; what remembers is filled first."""
+    return 2 if option.remembers else 1

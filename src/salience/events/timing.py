@@ -70,6 +70,11 @@ class StepCosts:
     steps: int = 0
     """Number of steps measured."""
 
+    @property
+    def waiting(self) -> float:
+        """Share of a step spent waiting for input."""
+        return min(1.0, max(0.0, self.wait / self.step)) if self.step > 0 else 0.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineUse:

@@ -20,18 +20,17 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from salience.events import BottleneckFound, Event, LeverDecided, StepCosts
+from salience.events import Event, LeverDecided, StepCosts
 from salience.gradients.costs import Costs, Timed, rehearse, share_of, some_gradients
 from salience.gradients.exchange import Exchange, Whole
 from salience.gradients.options import resolve
 from salience.stats import paired_interval
 from salience.watch import Steps
-from salience.watch.model import Costs as StepTimes
 from salience.watch.model import find_bottleneck
 
 if TYPE_CHECKING:
@@ -229,13 +228,12 @@ class Chooser:
         steps = getattr(self.handle.loader, "steps", None)
         recent = [one.wait for one in list(steps.steps)[-WATCH:]] if isinstance(steps, Steps) else []
         wait = statistics.fmean(recent) if recent else 0.0
-        seconds = StepTimes(step=step, wait=wait, input=wait, compute=step - wait, work={}, sync=sync, steps=WATCH)
+        seconds = StepCosts(step=step, wait=wait, input=wait, compute=step - wait, work={}, sync=sync, steps=WATCH)
         found = find_bottleneck(seconds)
-        if found.kind != "sync":
+        if found.bound != "sync":
             return
         window = int(getattr(self.handle.loader, "epoch", 0))
-        said = BottleneckFound(text=found.text, window=window, bound="sync", cause=found.cause, share=found.share)
-        self.handle.tell(replace(said, costs=StepCosts(**asdict(seconds))))
+        self.handle.tell(replace(found, window=window))
 
     # --- trying ---
 

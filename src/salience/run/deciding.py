@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from salience.decide import Auto, AvailableLevers, Settings
 from salience.errors import SalienceError, StateError
+from salience.events import SettingsChanged
 from salience.feed.sizes import memory_bytes
 from salience.feed.source import Source
 from salience.plan import Shard
@@ -18,7 +19,7 @@ from salience.run.part import Part, Setup, Voice
 from salience.run.planning import Planning
 from salience.run.staging import Staging
 from salience.run.watching import Watching
-from salience.watch.model import bottleneck_event, ceiling, levers
+from salience.watch.model import ceiling, levers
 from salience.watch.probe import current_session
 
 
@@ -79,12 +80,11 @@ class Deciding(Part):
             before = controller.verdict
             decisions = self.auto.edge(window, self._watching.steps, self._available())
             if controller.verdict is not None and controller.verdict is not before:
-                costs = controller.costs
-                cores = cores_of(ranks)
-                found = [] if costs is None else [ceiling(costs, lever) for lever in levers(costs, cores=cores)]
-                self._voice.events.emit("verdict", window=window, **bottleneck_event(controller.verdict, costs, found))
+                costs = controller.verdict.costs
+                found = [] if costs is None else [ceiling(costs, one) for one in levers(costs, cores=cores_of(ranks))]
+                self._voice.events.emit(replace(controller.verdict, window=window, levers=tuple(found)))
             for decision in decisions:
-                self._voice.events.emit("decision", **asdict(decision))
+                self._voice.events.emit(decision)
         if ranks is not None:
             said = [*controller.settings.numbers, float(controller.probing), float(controller.fills)]
             *numbers, probing, fills = ranks.broadcast(said)
@@ -97,10 +97,10 @@ class Deciding(Part):
         except (SalienceError, OSError) as cause:
             if self._voice.strict or ranks is not None:  # other ranks may have done it
                 raise
-            self._voice.events.emit("decision", **asdict(controller.failed(window, before, str(cause))))
+            self._voice.events.emit(controller.failed(window, before, str(cause)))
             self._apply(before)
         self._announced = True
-        self._voice.events.emit("settings", window=window, **asdict(controller.settings))
+        self._voice.events.emit(SettingsChanged(window=window, **asdict(controller.settings)))
 
     def _apply(self, settings: Settings) -> None:
         """Change what differs; only between two windows."""

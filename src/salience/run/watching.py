@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from salience.errors import ConfigError
-from salience.events.timing import MachineUse, StepSeconds
 from salience.plan import Shard
 from salience.report.sinks import Sink, guarded, sink
 from salience.run.part import Batch, Part, Setup, Voice
@@ -54,13 +52,12 @@ class Watching(Part):
 
     def spent(self) -> dict[str, Any]:
         """Fields of the `window` event: seconds of the window, of salience itself and of the steps; learning rate, machine."""
-        spent = self.steps.spent()
         return {
             "seconds": time.perf_counter() - self._opened_at,
             "overhead": dict(self.watch.seconds),
-            "steps": StepSeconds(**asdict(spent)) if spent.steps else None,
+            "steps": self.steps.spent(),
             "lr": self.steps.lr,
-            "usage": () if self.usage is None else tuple(MachineUse(**asdict(one)) for one in self.usage.taken()),
+            "usage": () if self.usage is None else self.usage.taken(),
         }
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+
+from salience.events import BottleneckFound, LeverCeiling, StepCosts
 
 MAX_WAIT_WHEN_FINE, MIN_WAIT_WHEN_BOUND = 0.05, 0.20
 """Shares of a step spent waiting for input: below the first all is well, above the second the run is input-bound."""
@@ -17,43 +18,9 @@ MAX_WORK_WHEN_AHEAD = 0.5
 """Workers that need less than this share of the loop's time are ahead of it: the remaining wait is for handing batches over."""
 MIN_SPEEDUP_TO_TRY = 1.05
 """Levers that promise less are not worth trying."""
+MAX_SPEEDUP = 99.0
+"""A stage that is all of a step could be sped up without bound; this stands for that."""
 MAX_STEEPNESS = 16.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Costs:
-    """Seconds per step, in steady state."""
-
-    step: float
-    """Seconds of a step of the run as it is."""
-    wait: float
-    """Seconds of a step in which the accelerator waits for input."""
-    input: float
-    """The loader alone: batches drained as fast as it makes them."""
-    compute: float
-    """The loop alone: batches that were ready."""
-    work: Mapping[str, float]
-    """Seconds of the workers per batch, by stage: "fetch", "decode", stages by name."""
-    copy: float = 0.0
-    """Seconds to copy a batch to the device, where the loop reports it; otherwise part of forward."""
-    forward: float = 0.0
-    backward: float = 0.0
-    """The rest of `compute` but `sync`."""
-    sync: float = 0.0
-    """Part of `compute` spent waiting for gradients of other ranks, where it is known."""
-    workers: int = 0
-    steps: int = 0
-    """How many steps were measured."""
-
-    @property
-    def waiting(self) -> float:
-        """Share of a step spent waiting for input."""
-        return min(1.0, max(0.0, self.wait / self.step)) if self.step > 0 else 0.0
-
-    @property
-    def overlap(self) -> float:
-        """The g at which the model gives the measured step."""
-        return fitted(self.step, self.input, self.compute)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,29 +33,6 @@ class Lever:
     """True if the run stays exactly the same."""
     saves: Mapping[str, float]
     """Stage -> share of its cost that goes; "input" stands for everything the loader does."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ceiling:
-    """What a lever could gain at most, with the bracket of the two extreme models."""
-
-    lever: Lever
-    speedup: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bottleneck:
-    """What holds the run back."""
-
-    kind: str
-    """"input", "compute", "mixed" or "sync"."""
-    cause: str
-    """The stage that costs most."""
-    share: float
-    """Share of that stage in the work of the loader, or in compute."""
-    text: str
 
 
 SYNC = Lever(name='sync(mode="auto")', exact=False, saves={"sync": 1.0})
@@ -114,18 +58,20 @@ def fitted(step: float, d: float, c: float) -> float:
     return (low + high) / 2
 
 
-def ceiling(costs: Costs, lever: Lever) -> Ceiling:
-    """Speed-up if the lever saved as much as it can."""
+def ceiling(costs: StepCosts, lever: Lever) -> LeverCeiling:
+    """Speed-up if the lever saved as much as it can, with the bracket of the two extreme models."""
     d, c = without(costs, lever.saves)
-    before = combined(costs.input, costs.compute, costs.overlap)
-    after = combined(d, c, costs.overlap)
+    g = fitted(costs.step, costs.input, costs.compute)
+    before, after = combined(costs.input, costs.compute, g), combined(d, c, g)
     pairs = [(max(costs.input, costs.compute), max(d, c)), (costs.input + costs.compute, d + c)]
-    ends = sorted(_ratio(*pair) for pair in pairs)
-    speedup = min(max(_ratio(before, after), ends[0]), ends[1])
-    return Ceiling(lever=lever, speedup=speedup, low=ends[0], high=ends[1])
+    low, high = sorted(_ratio(*pair) for pair in pairs)
+    speedup = min(max(_ratio(before, after), low), high)
+    return LeverCeiling(
+        name=lever.name, exact=lever.exact, speedup=speedup, low=low, high=high, worth=speedup >= MIN_SPEEDUP_TO_TRY
+    )
 
 
-def without(costs: Costs, saves: Mapping[str, float]) -> tuple[float, float]:
+def without(costs: StepCosts, saves: Mapping[str, float]) -> tuple[float, float]:
     """Input and compute seconds after the savings; a stage of the workers counts by its share of their work."""
     total = sum(costs.work.values())
     saved = saves.get("input", 0.0)
@@ -135,7 +81,7 @@ def without(costs: Costs, saves: Mapping[str, float]) -> tuple[float, float]:
     return costs.input * max(0.0, 1 - saved), max(0.0, compute)
 
 
-def levers(costs: Costs, *, cores: int, cached: bool = False) -> list[Lever]:
+def levers(costs: StepCosts, *, cores: int, cached: bool = False) -> list[Lever]:
     """Levers that could be tried; those that leave the run as it is come first."""
     stages = [name for name in costs.work if name != "fetch"]
     found: list[Lever] = []
@@ -154,7 +100,7 @@ def levers(costs: Costs, *, cores: int, cached: bool = False) -> list[Lever]:
     return found
 
 
-def more_workers(costs: Costs, cores: int) -> Lever | None:
+def more_workers(costs: StepCosts, cores: int) -> Lever | None:
     """As many workers as keep pace with the loop, at most one per core; None if there are that many already."""
     pace = min(cores, math.ceil(sum(costs.work.values()) / costs.compute)) if costs.compute > 0 else cores
     if pace <= costs.workers:
@@ -163,61 +109,52 @@ def more_workers(costs: Costs, cores: int) -> Lever | None:
     return Lever(name=f"num_workers={pace}", exact=True, saves=dict.fromkeys(costs.work, saved))
 
 
-def find_bottleneck(costs: Costs, ceilings: Sequence[Ceiling] = ()) -> Bottleneck:
+def find_bottleneck(costs: StepCosts, ceilings: Sequence[LeverCeiling] = ()) -> BottleneckFound:
     """Name what holds the run back, in one sentence."""
     waiting = costs.waiting
     if (sync := _sync_bound(costs, ceilings)) is not None:
         return sync
     total = sum(costs.work.values())
     ahead = costs.workers > 0 and 0 < total / costs.workers < MAX_WORK_WHEN_AHEAD * costs.compute
-    kind = "compute" if waiting < MAX_WAIT_WHEN_FINE or ahead else "input" if waiting > MIN_WAIT_WHEN_BOUND else "mixed"
+    bound = (
+        "compute" if waiting < MAX_WAIT_WHEN_FINE or ahead else "input" if waiting > MIN_WAIT_WHEN_BOUND else "mixed"
+    )
     cause, share = "the loader", 1.0
-    if kind == "compute":
+    if bound == "compute":
         cause = "backward" if costs.backward > costs.forward else "forward"
         share = max(costs.backward, costs.forward) / max(costs.forward + costs.backward, 1e-12)
     elif total > 0:
         cause = max(costs.work, key=lambda name: costs.work[name])
         share = costs.work[cause] / total
-    worth = [c for c in ceilings if c.speedup >= MIN_SPEEDUP_TO_TRY]
-    best = max(worth, key=lambda c: (c.lever.exact, c.speedup), default=None)
-    head = {
-        "input": f"Input-bound: the accelerator waits {waiting:.0%} of each step (utilisation {1 - waiting:.0%})",
-        "mixed": f"Partly input-bound: the accelerator waits {waiting:.0%} of each step (utilisation {1 - waiting:.0%})",
-        "compute": f"Compute-bound: the accelerator waits {waiting:.0%} of each step (utilisation {1 - waiting:.0%})",
-    }[kind]
-    why = f"; {cause} causes {share:.0%} of the wait" if kind != "compute" else ""
-    if kind == "compute" and waiting >= MAX_WAIT_WHEN_FINE:
-        why = "; workers are ahead, the wait is for handing batches over"
-    gain = max(1.0, _ratio(costs.step, costs.compute)) if kind != "compute" else 1.0
-    limit = f". Ceiling if input cost nothing: {gain:.2f}x" if kind != "compute" else ""
-    advice = "" if best is None else f". Try: {best.lever.name} (at most {best.speedup:.2f}x)"
-    return Bottleneck(kind=kind, cause=cause, share=share, text=f"{head}{why}{limit}{advice}.")
+    head = {"input": "Input-bound", "mixed": "Partly input-bound", "compute": "Compute-bound"}[bound]
+    text = f"{head}: the accelerator waits {waiting:.0%} of each step (utilisation {1 - waiting:.0%})"
+    if bound != "compute":
+        gain = max(1.0, _ratio(costs.step, costs.compute))
+        text += f"; {cause} causes {share:.0%} of the wait. Ceiling if input cost nothing: {gain:.2f}x"
+    elif waiting >= MAX_WAIT_WHEN_FINE:
+        text += "; workers are ahead, the wait is for handing batches over"
+    best = max((c for c in ceilings if c.worth), key=lambda c: (c.exact, c.speedup or 0.0), default=None)
+    text += "." if best is None else f". Try: {best.name} (at most {best.speedup:.2f}x)."
+    return BottleneckFound(text=text, bound=bound, cause=cause, share=share, costs=costs, levers=tuple(ceilings))
 
 
-def _sync_bound(costs: Costs, ceilings: Sequence[Ceiling]) -> Bottleneck | None:
+def _sync_bound(costs: StepCosts, ceilings: Sequence[LeverCeiling]) -> BottleneckFound | None:
     """The verdict where ranks wait for gradients above all."""
     syncing = costs.sync / costs.step if costs.step > 0 else 0.0
     if syncing < max(MIN_WAIT_WHEN_BOUND, costs.waiting):
         return None
     rest = costs.step - costs.sync
-    tried = any(one.lever is SYNC and one.speedup >= MIN_SPEEDUP_TO_TRY for one in ceilings)
-    advice = f" Try: salience.{SYNC.name}." if tried else ""
-    text = f"Sync-bound: {syncing:.0%} of each step goes to waiting for gradients of other ranks; a step without takes "
-    text += f"{1000 * rest:.1f} ms. Ceiling if they cost nothing: {_ratio(costs.step, rest):.2f}x.{advice}"
-    return Bottleneck(kind="sync", cause="gradient sync", share=syncing, text=text)
-
-
-def bottleneck_event(found: Bottleneck, costs: Costs | None, ceilings: Sequence[Ceiling] = ()) -> dict[str, Any]:
-    """The fields of a `verdict` event."""
-    return {
-        "bound": found.kind, "cause": found.cause, "share": found.share, "text": found.text,
-        "costs": None if costs is None else asdict(costs),
-        "levers": [
-            {"name": c.lever.name, "exact": c.lever.exact, "speedup": c.speedup, "low": c.low, "high": c.high}
-            for c in ceilings
-        ],
-    }  # fmt: skip
+    worth = any(one.name == SYNC.name and one.worth for one in ceilings)
+    text = (
+        f"Sync-bound: {syncing:.0%} of each step goes to waiting for gradients of other ranks; without that a step would take "
+        f"{1000 * rest:.1f} ms. Ceiling if they cost nothing: {_ratio(costs.step, rest):.2f}x."
+    ) + (f" Try: salience.{SYNC.name}." if worth else "")
+    return BottleneckFound(
+        text=text, bound="sync", cause="gradient sync", share=syncing, costs=costs, levers=tuple(ceilings)
+    )
 
 
 def _ratio(before: float, after: float) -> float:
-    return before / after if after > 0 else (math.inf if before > 0 else 1.0)
+    if after > 0:
+        return min(before / after, MAX_SPEEDUP)
+    return MAX_SPEEDUP if before > 0 else 1.0

@@ -8,16 +8,21 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TypeVar
 
-from salience.watch.model import Costs
+import torch
+
+from salience.events import BottleneckFound, MachineUse, StepCosts
+from salience.watch.model import ceiling, find_bottleneck, levers
 from salience.watch.steps import Step, Steps
 
 T = TypeVar("T")
 WARMUP_STEPS = 8
 """First steps of a run, in which things warm up."""
+IDLE_GPU_SHARE = 0.5
+"""A GPU that is busy for less than this share of the time does not hold a loop back."""
 
 
 class Enough(BaseException):
@@ -68,7 +73,7 @@ class Probe:
             self.inputs.append((time.perf_counter() - begin) / (len(held) - self.depth))
         return held
 
-    def costs(self, steps: Steps, workers: int) -> Costs | None:
+    def costs(self, steps: Steps, workers: int) -> StepCosts | None:
         """Over the steps so far; None as long as there was no whole probe."""
         settled = list(steps.steps)[WARMUP_STEPS:-1]  # the last may not be over
         if not self.inputs or not any(step.held for step in settled):
@@ -76,7 +81,7 @@ class Probe:
         return costs_of(settled, self.inputs, workers)
 
 
-def costs_of(steps: Sequence[Step], inputs: Sequence[float], workers: int) -> Costs | None:
+def costs_of(steps: Sequence[Step], inputs: Sequence[float], workers: int) -> StepCosts | None:
     """Means over steps, and the median of what probes measured of the loader alone; None where the steps are too few.
 
     Without a probe the loader alone is taken to cost what it waits (no workers), or what its workers do side by side.
@@ -88,7 +93,7 @@ def costs_of(steps: Sequence[Step], inputs: Sequence[float], workers: int) -> Co
     work = {name: _mean([s.work.get(name, 0.0) for s in natural]) for name in {n: 0 for s in natural for n in s.work}}
     waits = [s.wait if s.idle is None else min(s.idle, s.wait) for s in natural]
     supposed = sum(work.values()) / workers if workers else _mean(waits)
-    return Costs(
+    return StepCosts(
         step=_mean([s.wait + s.busy for s in natural]),
         wait=_mean(waits),
         input=median(inputs) if inputs else supposed,
@@ -127,13 +132,42 @@ class Session:
         self.found.append((probe, steps, workers))
         return probe
 
-    def measured(self) -> tuple[Costs, Steps] | None:
+    def measured(self) -> tuple[StepCosts, Steps] | None:
         """The result of the loader that made most steps."""
         for probe, steps, workers in sorted(self.found, key=lambda item: -item[1].count):
             costs = probe.costs(steps, workers)
             if costs is not None:
                 return costs, steps
         return None
+
+
+def profiled(
+    costs: StepCosts, *, cores: int, losses: bool, usage: Sequence[MachineUse] = (), missing: Sequence[str] = ()
+) -> BottleneckFound:
+    """The verdict on measured costs, with what levers could gain and how busy the machine was.
+
+    `losses`: the loop called `loss()`. `missing`: packages that are not installed.
+    """
+    ceilings = [ceiling(costs, lever) for lever in levers(costs, cores=cores)]
+    said = find_bottleneck(costs, sorted(ceilings, key=lambda c: (not c.exact, -(c.speedup or 0.0))))
+    notes: list[str] = []
+    if not losses:
+        notes.append("The script never calls loader.loss(), so forward and backward cannot be told apart.")
+    busy = [max(sample.gpu) for sample in usage[len(usage) // 2 :] if sample.gpu]
+    if said.bound == "compute" and busy and sum(busy) / len(busy) < IDLE_GPU_SHARE:
+        notes.append(
+            f"The GPU itself was busy only {sum(busy) / len(busy):.0%} of the time (NVML): Python and kernel launches hold the "
+            "loop back. Larger batches, torch.compile or CUDA graphs would help more than any lever here."
+        )
+    if not torch.cuda.is_available():
+        notes.append("No GPU was found: the accelerator is this machine's processor.")
+    elif "pynvml" in missing:
+        notes.append(
+            "nvidia-ml-py is not installed (pip install 'salience[watch]'): how busy the GPUs were is not shown."
+        )
+    if "psutil" in missing:
+        notes.append("psutil is not installed (pip install 'salience[watch]'): how busy the machine was is not shown.")
+    return replace(said, usage=tuple(usage), notes=tuple(notes))
 
 
 _SESSION: ContextVar[Session | None] = ContextVar("salience_profile", default=None)

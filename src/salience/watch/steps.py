@@ -7,12 +7,14 @@ gets one, and when it calls `loss`. On a GPU the same moments are events of its 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+
+from salience.events import StepSeconds
 
 STEPS_KEPT = 4096
 """Number of steps that are remembered."""
@@ -68,28 +70,6 @@ class Step:
         return self.copy + self.forward + self.backward
 
 
-@dataclass(slots=True)
-class Spent:
-    """Seconds of many steps, without those that a probe held back."""
-
-    steps: int = 0
-    wait: float = 0.0
-    copy: float = 0.0
-    forward: float = 0.0
-    backward: float = 0.0
-    work: dict[str, float] = field(default_factory=dict[str, float])
-    """Seconds of the workers, by stage."""
-
-    def add(self, step: Step) -> None:
-        self.steps += 1
-        self.wait += step.wait
-        self.copy += step.copy
-        self.forward += step.forward
-        self.backward += step.backward
-        for name, seconds in step.work.items():
-            self.work[name] = self.work.get(name, 0.0) + seconds
-
-
 class Steps:
     """Records steps. A call costs a microsecond or two."""
 
@@ -103,7 +83,8 @@ class Steps:
         self.trying = False
         """True while `salience.sync` measures, or tries a mode."""
         self._synced = 0.0
-        self._spent = Spent()
+        self._sums, self._work = Counter[str](), Counter[str]()
+        """Seconds since `spent` was last called, without steps that a probe held back; `_work` by stage of the workers."""
         self._asked = self._got = self._copied = self._lost = 0.0
         self._device: torch.device | None = None
         self._events: deque[tuple[Step, torch.cuda.Event, torch.cuda.Event]] = deque()
@@ -122,7 +103,10 @@ class Steps:
                 step.forward, step.backward = now - begin, 0.0
             step.sync, step.trying = min(self._synced, step.backward), self.trying
             if not step.held:
-                self._spent.add(step)
+                for name in ("wait", "copy", "forward", "backward"):
+                    self._sums[name] += getattr(step, name)
+                self._sums["steps"] += 1
+                self._work.update(step.work)  # pyright: ignore[reportArgumentType]
             self._got = self._synced = 0.0  # it is over
         self._asked = now
         if self._device is not None:
@@ -155,10 +139,11 @@ class Steps:
         self._synced += seconds
         self.trying = trying
 
-    def spent(self) -> Spent:
-        """Seconds of all steps since the last call."""
-        spent, self._spent = self._spent, Spent()
-        return spent
+    def spent(self) -> StepSeconds | None:
+        """Seconds of all steps since the last call; None where there were none."""
+        sums, work = self._sums, self._work
+        self._sums, self._work = Counter(), Counter()
+        return StepSeconds(**sums, work=dict(work)) if sums else None  # pyright: ignore[reportArgumentType]
 
     def pause(self) -> None:
         """The window is over: the time until the next batch is asked for belongs to no step."""

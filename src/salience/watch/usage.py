@@ -7,30 +7,13 @@ import importlib
 import importlib.util
 import threading
 import time
-from dataclasses import dataclass
 from typing import Any
+
+from salience.events import MachineUse
 
 SECONDS_BETWEEN_SAMPLES = 1.0
 MAX_SAMPLES_PER_WINDOW = 12
 """Samples of a window that are kept in the event log."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UsageSample:
-    """How busy the machine was at one moment."""
-
-    seconds: float
-    """Seconds since sampling started."""
-    cpu: float
-    """Share of all cores that was busy."""
-    memory: float
-    """Share of the memory in use."""
-    disk: float
-    """Bytes per second read and written."""
-    network: float
-    """Bytes per second received and sent."""
-    gpu: tuple[float, ...] = ()
-    """Share of the time in which each GPU had work."""
 
 
 class Meter:
@@ -42,12 +25,12 @@ class Meter:
         self._begin = self._then = time.monotonic()
         self._before = _counters(self._psutil)
 
-    def look(self) -> UsageSample:
+    def look(self) -> MachineUse:
         now, counters = time.monotonic(), _counters(self._psutil)
         busy, idle, disk, network = (a - b for a, b in zip(counters, self._before, strict=True))
         seconds = max(now - self._then, 1e-6)
         self._then, self._before = now, counters
-        return UsageSample(
+        return MachineUse(
             seconds=now - self._begin,
             cpu=min(1.0, max(0.0, busy / (busy + idle))) if busy + idle > 0 else 0.0,
             memory=self._psutil.virtual_memory().percent / 100,
@@ -72,7 +55,7 @@ class UsageRecord:
 
     def begin(self) -> None:
         """Forget what was noted, and start anew."""
-        self._samples: list[UsageSample] = []
+        self._samples: list[MachineUse] = []
         self._every = SECONDS_BETWEEN_SAMPLES
         self._due = (self._looked or time.monotonic()) + self._every
 
@@ -94,7 +77,7 @@ class UsageRecord:
         self._due = self._looked + self._every
         return True
 
-    def taken(self) -> tuple[UsageSample, ...]:
+    def taken(self) -> tuple[MachineUse, ...]:
         """The samples since `begin`, one of now among them if it is time for one, or none was ever taken."""
         self.note(now=not self._looked)
         return tuple(self._samples)
@@ -104,7 +87,7 @@ class Usage:
     """Samples the machine while a block runs: `with Usage() as usage: ...`; `usage.samples` is empty without psutil."""
 
     def __init__(self, every: float = SECONDS_BETWEEN_SAMPLES) -> None:
-        self.samples: list[UsageSample] = []
+        self.samples: list[MachineUse] = []
         self.missing = [name for name in ("psutil", "pynvml") if importlib.util.find_spec(name) is None]
         """Packages that are not installed, without which less can be measured."""
         self._every = every
