@@ -14,8 +14,7 @@ import salience
 from salience.gradients.auto import SETTLED, Trial
 from salience.gradients.costs import Costs, NoLink, rehearse, share_of, some_gradients
 from salience.gradients.link import Link
-from salience.gradients.modes import MAKERS
-from salience.gradients.options import resolve
+from salience.gradients.modes import MODES, resolve
 
 
 def test_predictions_add_up():
@@ -39,7 +38,7 @@ def test_the_share_of_a_mode_is_what_it_sends(mode):
     link: Any = NoLink(4)
     gradients = [torch.randn(100, 200), torch.randn(200), torch.randn(7, 3)]
     given = {"overlap": False} if mode == "bf16" else {**resolve(mode, {}), "warmup": 0}
-    MAKERS[mode](link, **given).finish([one.clone() for one in gradients])
+    MODES[mode].make(link, **given).finish([one.clone() for one in gradients])
     whole = 2 * 3 / 4 * 4 * sum(one.numel() for one in gradients)
     assert share_of(mode, 4, gradients) == pytest.approx(link.sent / whole, rel=0.01)
     assert share_of("local", 4, gradients) == 0.5
@@ -188,7 +187,7 @@ def ruled_out(rank: int) -> Any:
     auto = handle.auto
     loader.events.emit("evaluated", metric=0.9)
     auto.adopted, auto._step, auto._pace = "topk", SETTLED + 60, None
-    handle.switch("topk", salience.gradients.options.resolve("topk", {}))
+    handle.switch("topk", resolve("topk", {}))
     if rank == 0:  # only one rank validates
         loader.events.emit("evaluated", metric=0.8)
         loader.events.emit("evaluated", metric=0.7)

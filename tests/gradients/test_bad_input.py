@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import salience
 from salience.errors import ConfigError, RankError
-from salience.gradients import options
-from salience.gradients.options import resolve
+from salience.gradients import checks
+from salience.gradients.modes import resolve
 
 
 def attempt(model: nn.Module, mode: str = "topk", **more: Any) -> str:
@@ -38,9 +38,9 @@ def refused(rank: int) -> Any:
     found["mode differs"] = attempt(DistributedDataParallel(nn.Linear(3, 2)), mode="topk" if rank == 0 else "lazy")
     found["option differs"] = attempt(DistributedDataParallel(nn.Linear(3, 2)), rate=0.01 * (1 + rank))
     found["bad on one rank"] = attempt(DistributedDataParallel(nn.Linear(3, 2)), rate=0.01 if rank == 0 else 7)
-    options.__version__ = f"0.{rank}"  # two installed versions cannot be had in one test
+    checks.__version__ = f"0.{rank}"  # two installed versions cannot be had in one test
     found["version"] = attempt(DistributedDataParallel(nn.Linear(3, 2)))
-    options.__version__ = salience.__version__
+    checks.__version__ = salience.__version__
     found["dtype"] = attempt(DistributedDataParallel(nn.Linear(3, 2).double()))
     found["sparse"] = attempt(DistributedDataParallel(nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 2))))
     found["momentum"] = attempt(DistributedDataParallel(nn.Linear(3, 2)), momentum=0.9, optimizer_momentum=0.9)

@@ -183,7 +183,7 @@ def scheduled(rank: int) -> Any:
         ddp(torch.ones(1, 2) * (1 + rank)).sum().backward()
         optimizer.step()
         schedule.step()
-        rounds.append(handle.local.rounds)
+        rounds.append(handle.exchange.rounds)
     return rounds
 
 

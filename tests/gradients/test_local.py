@@ -41,7 +41,7 @@ def local(rank: int) -> Any:
         handle = salience.sync(ddp, optimizer, mode="local", **{"steps": 4, **options})
         steps(rank, ddp, optimizer, 30)
         apart = digest(ddp.module)
-        rounds = handle.local.rounds
+        rounds = handle.exchange.rounds
         handle.average()
         found[name] = [apart, digest(ddp.module), accuracy(rank, ddp), rounds, handle.sent]
         handle.close()
@@ -124,7 +124,7 @@ def resumed(rank: int, folder: str) -> Any:
                 handle.load_state_dict(saved["sync"])
             steps(rank, ddp, optimizer, part)
             done += part
-        found[name] = [handle.local.count, accuracy(rank, ddp), digest(ddp.module)]
+        found[name] = [handle.exchange.count, accuracy(rank, ddp), digest(ddp.module)]
     return found
 
 
@@ -201,9 +201,9 @@ def slow_one(rank: int) -> Any:
         if rank == 2:
             time.sleep(0.15)
         optimizer.step()
-        waited.append(handle.local.rounds)
+        waited.append(handle.exchange.rounds)
     handle.average()
-    found = [digest(ddp.module), accuracy(rank, ddp), handle.local.rounds]
+    found = [digest(ddp.module), accuracy(rank, ddp), handle.exchange.rounds]
     handle.close()
     return [*found, digest(ddp.module)]
 

@@ -27,8 +27,7 @@ from salience.config import TrainConfig
 from salience.errors import ConfigError, StateError
 from salience.gradients import sync
 from salience.gradients.handle import Handle
-from salience.gradients.modes import STEP_AHEAD
-from salience.gradients.options import resolve
+from salience.gradients.modes import STEP_AHEAD, resolve
 from salience.loader import Loader
 from salience.ranks import Ranks
 

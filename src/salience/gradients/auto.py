@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from salience.events import Event, LeverDecided, StepCosts
-from salience.gradients.costs import Costs, Timed, rehearse, share_of, some_gradients
+from salience.gradients.costs import Costs, rehearse, share_of, some_gradients
 from salience.gradients.exchange import Exchange, Whole
-from salience.gradients.options import resolve
+from salience.gradients.local import Local
+from salience.gradients.modes import STEP_AHEAD, resolve
 from salience.stats import paired_interval
 from salience.watch import Steps
 from salience.watch.model import find_bottleneck
@@ -67,7 +68,7 @@ class Trial:
     without: list[float] = field(default_factory=list[float])
     with_mode: list[float] = field(default_factory=list[float])
     exchange: Exchange | None = None
-    """The mode's own exchange, so that what stays behind in one block is there in the next."""
+    """The mode's own exchange, so that what stays behind in one block is there in the next; local steps begin anew."""
 
     @property
     def gains(self) -> list[float]:
@@ -100,6 +101,7 @@ class Chooser:
         self._seconds: deque[float] = deque(maxlen=WATCH)
         """Of the last steps."""
         self._best, self._below = -math.inf, 0
+        handle.traffic.watch(WATCH)
         self._restart()
         if not lossy:
             self._tell("skip", "allreduce", reason="lossy=False leaves nothing to choose from; nothing is measured")
@@ -107,11 +109,6 @@ class Chooser:
     def _restart(self) -> None:
         self.handle.switch("allreduce", {})
         self.adopted, self.trial, self._step = "", None, 0
-        self._plain = Timed(self.handle.traffic.exchange, WATCH)
-        self._piece = self._plain
-        if self.handle.links.nodes is None:
-            self._piece = Timed(Whole(self.handle.links.main, overlap=False), PIECE)
-        self.handle.traffic.exchange = self._plain
         self._seconds.clear()
         self._pace: float | None = None
         """Seconds of a wait, an exchange or a message when the mode was chosen; None if the next look sets it."""
@@ -150,7 +147,13 @@ class Chooser:
             return WATCH if self._pace is None else CHECK_EVERY
         if not self.adopted:
             return WATCH
-        return 1 if self.handle.local is None else self.handle.local.interval
+        return self._local.interval if self._local else 1
+
+    @property
+    def _local(self) -> Local | None:
+        """The exchange in use, if ranks take steps of their own."""
+        exchange = self.handle.traffic.exchange
+        return exchange if isinstance(exchange, Local) else None
 
     @property
     def _device(self) -> torch.device | None:
@@ -175,7 +178,9 @@ class Chooser:
 
         The rank that comes last waits for the link alone, so the shortest wait of a step counts.
         """
-        row = torch.tensor([*self._seconds, *self._plain.seconds], dtype=torch.float64, device=self._device)
+        row = torch.tensor(
+            [*self._seconds, *self.handle.traffic.waits(WATCH)], dtype=torch.float64, device=self._device
+        )
         seconds, waits = self.handle.links.main.gather(row).cpu().view(-1, 2, WATCH).unbind(1)
         return seconds.mean(0).median().item(), waits.amin(0).median().item()
 
@@ -191,15 +196,16 @@ class Chooser:
             self._tell("skip", "allreduce", predicted=ceiling, reason=f"{shown}; no mode can gain {WORTH:g}x")
             return
         self._step_seconds = step
-        self.handle.traffic.exchange = self._piece
+        if self.handle.links.nodes is None:
+            self.handle.traffic.exchange = Whole(self.handle.links.main, overlap=False)
 
     def _decide(self) -> None:
         """Predict what each mode would make of a step, and try the best if it promises enough."""
-        self.handle.traffic.exchange = self._plain
+        traffic = self.handle.traffic
+        seconds, waits, busy = list(self._seconds)[-PIECE:], traffic.waits(PIECE), traffic.busy(PIECE)
+        self.handle.switch("allreduce", {})
         parameters = [p for p in self.handle.ddp.parameters() if p.requires_grad]
-        step, exchange, busy = self._mean(
-            statistics.median(list(self._seconds)[-PIECE:]), statistics.median(self._piece.seconds), self._piece.busy
-        )
+        step, exchange, busy = self._mean(*map(statistics.median, (seconds, waits, busy)))
         world = self.handle.links.main.world
         costs = Costs(
             plain=self._step_seconds, compute=max(step - exchange, 0.0), exchange=exchange, busy=busy,
@@ -263,15 +269,16 @@ class Chooser:
         if kept:
             self.adopted, self._pace = trial.mode, None
         else:
-            self.handle.switch("allreduce", {}, self._plain)
+            self.handle.switch("allreduce", {})
 
     def _turn(self, trial: Trial) -> None:
         """Begin a block: plain, or with the mode."""
         if not trial.on:
-            self.handle.switch("allreduce", {}, self._plain)
+            self.handle.switch("allreduce", {})
             return
         self.handle.switch(trial.mode, trial.options, trial.exchange)
-        trial.exchange = self.handle.traffic.exchange
+        if trial.mode not in STEP_AHEAD:
+            trial.exchange = self.handle.traffic.exchange
 
     # --- afterwards ---
 
@@ -302,7 +309,7 @@ class Chooser:
         if not self.adopted:
             step, wait = self._waits()
             return wait, step / max(step - wait, 1e-9) >= WORTH
-        local = self.handle.local
+        local = self._local
         if local is None:
             return self._probe(PROBE), True
         # A message would meet the exchange that is under way, which takes about half as long as all-reduce would.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from salience.gradients.exchange import Exchange, join
-from salience.gradients.modes import MAKERS
-from salience.gradients.options import resolve
+from salience.gradients.exchange import join
+from salience.gradients.modes import MODES, WHOLE, resolve
 from salience.gradients.rounding import RoundedMean
 from salience.gradients.rules import matrix_shape
 
@@ -76,53 +73,6 @@ class Costs:
         return next((mode for mode in candidates if seconds[mode] <= MILD * least), "")
 
 
-class Timed:
-    """An exchange that also says how long its last part took, once all gradients were there, in the last `steps` steps."""
-
-    def __init__(self, exchange: Exchange, steps: int) -> None:
-        self.exchange, self.lossy = exchange, exchange.lossy
-        self._host: deque[tuple[float, float]] = deque(maxlen=steps)
-        self._device: deque[tuple[Any, Any]] = deque(maxlen=steps)
-
-    def begin(self, bucket: Tensor) -> None:
-        self.exchange.begin(bucket)
-
-    def finish(self, gradients: Sequence[Tensor]) -> None:
-        on_gpu = bool(gradients) and gradients[0].is_cuda  # there the stream waits, and the host goes on
-        before = _mark() if on_gpu else None
-        start, busy = time.perf_counter(), time.process_time()
-        self.exchange.finish(gradients)
-        self._host.append((time.perf_counter() - start, time.process_time() - busy))
-        if on_gpu:
-            self._device.append((before, _mark()))
-
-    @property
-    def seconds(self) -> list[float]:
-        """Of the last steps; on a GPU this waits for the device."""
-        if not self._device:
-            return [seconds for seconds, _ in self._host]
-        self._device[-1][1].synchronize()
-        return [start.elapsed_time(end) / 1000 for start, end in self._device]
-
-    @property
-    def busy(self) -> float:
-        """Processor seconds of this process meanwhile, per step."""
-        return statistics.median(busy for _, busy in self._host)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.exchange.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any], *, residuals: bool = True) -> None:
-        self.exchange.load_state_dict(state, residuals=residuals)
-
-
-def _mark() -> Any:
-    """A point of the current CUDA stream."""
-    mark = torch.cuda.Event(enable_timing=True)
-    mark.record()
-    return mark
-
-
 class NoLink:
     """Counts what would be sent and sends nothing: every other rank is taken to be like this one."""
 
@@ -144,19 +94,16 @@ class NoLink:
 def rehearse(mode: str, world: int, gradients: Sequence[Tensor]) -> float:
     """Seconds of a mode's own work on some gradients, nobody there to exchange with; the second time of two."""
     link: Any = NoLink(world)
+    mean = RoundedMean(link)
+    given = {"overlap": False} if mode in WHOLE else {**resolve(mode, {}), "warmup": 0}
+    exchange = None if mode == "local" else MODES[mode].make(link, **given)
     start = 0.0
-    if mode == "local":
-        mean, flat = RoundedMean(link), join(gradients)
-        for _ in range(2):
-            start = time.perf_counter()
-            mean(flat, 1)
-        return time.perf_counter() - start
-    given = {"overlap": False} if mode == "bf16" else {**resolve(mode, {}), "warmup": 0}
-    exchange = MAKERS[mode](link, **given)
-    for _ in range(2):
-        copies = [one.clone() for one in gradients]
+    for copies in [[one.clone() for one in gradients] for _ in range(2)]:
         start = time.perf_counter()
-        exchange.finish(copies)
+        if exchange is None:
+            mean(join(copies), 1)
+        else:
+            exchange.finish(copies)
     return time.perf_counter() - start
 
 

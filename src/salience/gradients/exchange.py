@@ -16,23 +16,41 @@ class Exchange(Protocol):
 
     `begin` is called for each bucket in the same order on every rank, then `finish` once with the gradients of all parameters,
     in the order of the model. All collectives happen in these calls, in one fixed order, whatever the number of buckets.
+    An exchange overrides what it needs: each method but `finish` does nothing by itself.
     """
 
     lossy: bool
     """True if the gradients that come out can differ from the mean."""
+    silent: bool = False
+    """True if nothing travels in a backward pass."""
 
-    def begin(self, bucket: Tensor) -> None: ...
+    def begin(self, bucket: Tensor) -> None:
+        """A bucket is complete; what can be sent without the others may be."""
 
-    def finish(self, gradients: Sequence[Tensor]) -> None: ...
+    def finish(self, gradients: Sequence[Tensor]) -> None:
+        """All gradients are there: exchange them in place."""
+        ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def stepped(self) -> None:
+        """The optimizer has made a step."""
+
+    def average(self) -> None:
+        """Make parameters equal on all ranks, where they are not always. Collective."""
+
+    def leave(self) -> None:
+        """Another exchange takes over; parameters must be equal. Collective."""
+
+    def restart(self) -> None:
+        """Parameters were loaded, equal on all ranks: go on from them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any], *, residuals: bool = True) -> None:
         """Without `residuals` only what is the same on every rank and for any number of them: counters."""
-        ...
 
 
-class Whole:
+class Whole(Exchange):
     """All gradients travel in every step, as they are or rounded to `dtype`. Sent while the backward pass goes on."""
 
     def __init__(self, link: Link, dtype: torch.dtype | None = None, *, overlap: bool = True) -> None:
@@ -56,11 +74,21 @@ class Whole:
             if travelling is not bucket:
                 bucket.copy_(travelling)
 
+
+class Averager(Protocol):
+    """Sends this rank's progress and returns the updates that all ranks make, in order; called in a thread of its own."""
+
+    def __call__(self, vector: Tensor, count: int, *, together: bool) -> list[Tensor]:
+        """`count` steps were made; `together` says that parameters must be equal on all ranks afterwards."""
+        ...
+
+    def leave(self) -> None:
+        """Nothing more will be sent."""
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any], *, residuals: bool = True) -> None:
-        """Nothing stays behind."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 def join(tensors: Sequence[Tensor]) -> Tensor:

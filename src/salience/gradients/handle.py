@@ -16,14 +16,11 @@ from torch.optim import Optimizer
 from salience.errors import ConfigError, RankError, StateError
 from salience.events import Event, EventData, Warned
 from salience.gradients.auto import Chooser
+from salience.gradients.checks import check_groups, check_helpers, check_model, difference, fingerprint
 from salience.gradients.exchange import Exchange, Whole
 from salience.gradients.hook import Traffic, on_bucket
-from salience.gradients.hybrid import check_helpers
 from salience.gradients.link import Notes
-from salience.gradients.local import Local
-from salience.gradients.modes import STEP_AHEAD, Links, make_averager, make_exchange
-from salience.gradients.nodes import check_groups
-from salience.gradients.options import check_model, difference, fingerprint, resolve
+from salience.gradients.modes import Links, make_exchange, resolve
 from salience.gradients.probe import near_groups, pair_seconds
 from salience.ranks import Ranks
 from salience.watch import Steps
@@ -52,27 +49,13 @@ def sync(
         handle = Handle(model, optimizer, loader, mode, resolve(mode, options))
         handle.tell(Warned(text="sync() does nothing in a single process: there is nobody to exchange gradients with."))
         return handle
-    ranks, trouble = Ranks(getattr(model, "process_group", None), deadline=deadline), ""
     if mode == "hierarchical":
         mode, groups = "allreduce", groups or "node"
+    ranks, trouble = Ranks(getattr(model, "process_group", None), deadline=deadline), ""
     wanted: dict[str, Any] = {}
     try:
         wanted = resolve(mode, options)
-        check_model(model, optimizer, mode, wanted)
-        if model in _ACTIVE:
-            raise ConfigError("sync() was called twice for one model; call close() of the first handle before.")
-        if isinstance(groups, str) and groups not in ("node", "auto"):
-            raise ConfigError(
-                f'groups is {groups!r}; it must be "node", "auto" or lists of ranks, such as [[0, 1], [2, 3]].'
-            )
-        if groups is not None and not isinstance(groups, str):
-            check_groups(cast("Any", groups), dist.get_process_group_ranks(cast("Any", model).process_group))
-        if mode == "hybrid":
-            if groups is not None:
-                raise ConfigError(
-                    f"groups={groups!r} cannot be combined with sync(mode='hybrid'); leave one of them out."
-                )
-            check_helpers(wanted["helpers"], dist.get_process_group_ranks(cast("Any", model).process_group))
+        _check(model, optimizer, mode, wanted, groups)
         if model not in _TRAFFIC:
             _take(model)
     except ConfigError as cause:
@@ -84,11 +67,11 @@ def sync(
     if said:
         raise ConfigError(said)
     handle = Handle(model, optimizer, loader, "allreduce", {})
-    lists = (
-        groups if not isinstance(groups, str) else (_node_groups if groups == "node" else _near_groups)(handle, ranks)
-    )
-    handle.begin(ranks, str(found[0]["key"]), lists)
-    handle.use(mode, wanted)
+    handle.begin(ranks, str(found[0]["key"]), groups)
+    if mode == "auto":
+        handle.auto = Chooser(handle, **wanted)
+    else:
+        handle.switch(mode, wanted)
     decay = max((float(group.get("weight_decay") or 0.0) for group in optimizer.param_groups), default=0.0)
     if wanted.get("momentum") and decay:
         handle.tell(Warned(text=(
@@ -109,13 +92,14 @@ class Handle:
         self.ddp, self.optimizer, self.loader = cast("DistributedDataParallel", model), optimizer, loader
         self.ranks: Ranks | None = None
         """None in a single process, where nothing happens."""
-        self.local: Local | None = None
         self.auto: Chooser | None = None
         self._hooks: list[Any] = []
 
-    def begin(self, ranks: Ranks, key: str, groups: Sequence[Sequence[int]] | None) -> None:
+    def begin(self, ranks: Ranks, key: str, groups: Groups) -> None:
         """Make the links, and hook into the optimizer and the loader."""
         self.ranks = ranks
+        if isinstance(groups, str):
+            groups = (_node_groups if groups == "node" else _near_groups)(self, ranks)
         self.notes = Notes(self.ddp.process_group, key)
         self.links = Links(self.ddp.process_group, self.notes, ranks.deadline, groups)
         self.traffic = _TRAFFIC[self.ddp]
@@ -132,8 +116,13 @@ class Handle:
 
     def average(self) -> None:
         """Make parameters equal on all ranks now; does nothing in modes where they always are."""
-        if self.local is not None:
-            self.local.average()
+        if self.ranks is not None:
+            self.exchange.average()
+
+    @property
+    def exchange(self) -> Exchange:
+        """What exchanges the gradients at present."""
+        return self.traffic.exchange
 
     @property
     def sent(self) -> float:
@@ -144,23 +133,22 @@ class Handle:
         """What this rank needs to go on; save the model after calling it, since parameters may be averaged here."""
         if self.ranks is None:
             return {"mode": self.mode, "world": 1, "rank": 0}
-        inner = self.local.state_dict() if self.local is not None else self.traffic.exchange.state_dict()
+        inner = self.exchange.state_dict()  # averages parameters, so it comes first
         chooser = None if self.auto is None else self.auto.state_dict()
-        return {
-            "mode": self.mode, "options": self.options, "world": self.ranks.world, "rank": self.ranks.rank, "inner": inner,
-            "auto": chooser,
-        }  # fmt: skip
+        here = {"world": self.ranks.world, "rank": self.ranks.rank}
+        return {"mode": self.mode, "options": self.options, **here, "inner": inner, "auto": chooser}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state, after that of the model was loaded.
 
         Where the number of ranks has changed, what had stayed behind is dropped, and the event log says so.
         """
-        if self.ranks is None or state["world"] == 1:
-            if self.local is not None:
-                self.local.restart()
-            if state["world"] != (1 if self.ranks is None else self.ranks.world):
-                self.tell(self._dropped(state))
+        ranks = self.ranks
+        if ranks is None or state["world"] == 1:
+            if ranks is not None:
+                self.exchange.restart()
+            if state["world"] != (1 if ranks is None else ranks.world):
+                self._tell_dropped(state)
             return
         if self.auto is not None and state.get("auto") is not None:
             self.auto.load_state_dict(state["auto"])
@@ -171,22 +159,18 @@ class Handle:
             raise StateError(
                 f"The state is of sync(mode={state['mode']!r}), this run uses {self.mode!r}; use the same mode."
             )
-        here = [self.ranks.world, self.ranks.rank]
         # On all ranks, or on none: what has stayed behind here must fit what did elsewhere.
-        same = all(self.ranks.gather_objects([state["world"], state["rank"]] == here))
-        if self.local is not None:
-            self.local.load_state_dict(state["inner"], residuals=same)
-        else:
-            self.traffic.exchange.load_state_dict(state["inner"], residuals=same)
+        same = all(ranks.gather_objects([state["world"], state["rank"]] == [ranks.world, ranks.rank]))
+        self.exchange.load_state_dict(state["inner"], residuals=same)
         if not same:
-            self.tell(self._dropped(state))
+            self._tell_dropped(state)
 
-    def _dropped(self, state: Mapping[str, Any]) -> Warned:
+    def _tell_dropped(self, state: Mapping[str, Any]) -> None:
         rank, world = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.world)
-        return Warned(text=(
+        self.tell(Warned(text=(
             f"The state was saved by rank {state['rank']} of {state['world']} and is loaded by rank {rank} of "
             f"{world}: gradients that had stayed behind (residuals) are dropped."
-        ))  # fmt: skip
+        )))  # fmt: skip
 
     def close(self) -> None:
         """Go back to plain all-reduce; parameters are equal on all ranks afterwards."""
@@ -200,28 +184,12 @@ class Handle:
 
     # --- what the chooser calls ---
 
-    def use(self, mode: str, options: Mapping[str, Any]) -> None:
-        """Exchange gradients in `mode` from the next step on."""
-        if mode == "auto":
-            self.auto = Chooser(self, **options)
-        else:
-            self.switch(mode, options)
-
     def switch(self, mode: str, options: Mapping[str, Any], exchange: Exchange | None = None) -> None:
         """Leave the present mode, parameters equal, and take up another, or go on with an `exchange` of before."""
-        if self.local is not None:
-            self.local.leave()
-            self.local = None
+        self.exchange.leave()
         self.mode, self.options = mode, dict(options)
         seed = int(getattr(self.loader, "seed", 0))
-        self.traffic.exchange = exchange or make_exchange(
-            self.links, mode, options, seed=seed, device=next(self.ddp.parameters()).device
-        )
-        if mode in STEP_AHEAD:
-            mine = dict(options)
-            late = {name: mine.pop(name) for name in ("quorum", "staleness") if name in mine}
-            averager = make_averager(self.links, mode, **late)
-            self.local = Local(self.ddp, self.optimizer, averager, quiet=self.links.nodes is None, **mine)
+        self.traffic.exchange = exchange or make_exchange(self.links, mode, options, self.ddp, self.optimizer, seed)
 
     def tell(self, data: EventData) -> None:
         """Into the event log, or the program's log where there is no loader."""
@@ -235,8 +203,7 @@ class Handle:
 
     def before_step(self, *_: Any) -> None:
         """Gradients must have travelled, or the other ranks wait for them."""
-        quiet = self.local is not None and self.links.nodes is None
-        if quiet or (self.traffic.passes and not self.traffic.open) or self.ranks is None:
+        if self.ranks is None or self.exchange.silent or (self.traffic.passes and not self.traffic.open):
             return
         said = (
             f"Rank {self.ranks.rank} came to optimizer.step() without all its gradients: a parameter took no part in its "
@@ -249,8 +216,7 @@ class Handle:
     def after_step(self, *_: Any) -> None:
         self.traffic.reset()
         begin = time.perf_counter()
-        if self.local is not None:
-            self.local.step()
+        self.exchange.stepped()
         if self.auto is not None:
             self.auto.step()
         waited, self.traffic.seconds = self.traffic.seconds + time.perf_counter() - begin, 0.0
@@ -269,6 +235,24 @@ _ACTIVE: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose gradients a handle exchanges."""
 _TRAFFIC: weakref.WeakKeyDictionary[nn.Module, Traffic] = weakref.WeakKeyDictionary()
 """DDP takes one hook for life: a model that was closed is taken up again with the same one."""
+
+
+def _check(model: nn.Module, optimizer: Optimizer, mode: str, options: Mapping[str, Any], groups: Groups) -> None:
+    """Refuse what this rank alone can see to be wrong."""
+    check_model(model, optimizer, mode, options)
+    if model in _ACTIVE:
+        raise ConfigError("sync() was called twice for one model; call close() of the first handle before.")
+    members = dist.get_process_group_ranks(cast("Any", model).process_group)
+    if isinstance(groups, str) and groups not in ("node", "auto"):
+        raise ConfigError(
+            f'groups is {groups!r}; it must be "node", "auto" or lists of ranks, such as [[0, 1], [2, 3]].'
+        )
+    if groups is not None and not isinstance(groups, str):
+        check_groups(groups, members)
+    if mode == "hybrid" and groups is not None:
+        raise ConfigError(f"groups={groups!r} cannot be combined with sync(mode='hybrid'); leave one of them out.")
+    if mode == "hybrid":
+        check_helpers(options["helpers"], members)
 
 
 def _take(model: nn.Module) -> None:

@@ -6,6 +6,8 @@ gradients at hand when the last one has come. (DDP looks at the annotations of a
 """
 
 import time
+from collections import deque
+from typing import Any
 
 import torch
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
@@ -24,7 +26,9 @@ class Traffic:
         self.passes = 0
         """Backward passes whose gradients have travelled since `reset`."""
         self.seconds = 0.0
-        """That the loop waited for the exchange since they were asked for."""
+        """Time for which the loop has waited for the exchange; whoever reads it sets it to 0."""
+        self._watched: deque[tuple[float, float, Any]] = deque(maxlen=0)
+        """Seconds, processor seconds and, on a GPU, two marks of its stream, around the last calls of `finish`."""
         self._places = {id(p): i for i, p in enumerate(ddp.parameters()) if p.requires_grad}
         self._waiting: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
         self._gradients: dict[int, torch.Tensor] = {}
@@ -51,16 +55,45 @@ class Traffic:
             self._gradients[self._places[id(parameter)]] = gradient
         self.exchange.begin(buffer)
         if bucket.is_last():
-            begin = time.perf_counter()
-            self.exchange.finish([self._gradients[place] for place in sorted(self._gradients)])
-            self.seconds += time.perf_counter() - begin
-            waiting = self._waiting
-            passes = self.passes + 1
-            self.reset()
-            self.passes = passes
-            for done, result in waiting:
-                done.set_result(result)
+            self._finish(on_gpu=buffer.is_cuda)
         return future
+
+    def _finish(self, *, on_gpu: bool) -> None:
+        marked = on_gpu and bool(self._watched.maxlen)  # there the stream waits, and the host goes on
+        before = _mark() if marked else None
+        start, busy = time.perf_counter(), time.process_time()
+        self.exchange.finish([self._gradients[place] for place in sorted(self._gradients)])
+        seconds = time.perf_counter() - start
+        self.seconds += seconds
+        self._watched.append((seconds, time.process_time() - busy, (before, _mark()) if marked else None))
+        waiting, passes = self._waiting, self.passes + 1
+        self.reset()
+        self.passes = passes
+        for done, result in waiting:
+            done.set_result(result)
+
+    def watch(self, steps: int) -> None:
+        """From now on, remember how long the exchange took once all gradients were there, in the last `steps` steps."""
+        self._watched = deque(maxlen=steps)
+
+    def waits(self, steps: int) -> list[float]:
+        """Seconds of the last watched `steps`; on a GPU this waits for the device."""
+        watched = list(self._watched)[-steps:]
+        if not watched or watched[-1][2] is None:
+            return [seconds for seconds, *_ in watched]
+        watched[-1][2][1].synchronize()
+        return [marks[0].elapsed_time(marks[1]) / 1000 for *_, marks in watched]
+
+    def busy(self, steps: int) -> list[float]:
+        """Processor seconds of this process meanwhile."""
+        return [busy for _, busy, _ in list(self._watched)[-steps:]]
+
+
+def _mark() -> Any:
+    """A point of the current CUDA stream."""
+    mark = torch.cuda.Event(enable_timing=True)
+    mark.record()
+    return mark
 
 
 def on_bucket(traffic: Traffic, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

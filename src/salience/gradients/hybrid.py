@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from salience.errors import ConfigError, RankError
+from salience.gradients.checks import DTYPES, check_helpers
+from salience.gradients.exchange import Exchange
 from salience.gradients.link import Link, Notes
 
 PIECE = 1 << 16
@@ -30,7 +32,6 @@ SAMPLE = 1 << 20
 """values of the message that times them;"""
 BETTER = 1.03
 """helpers must be so many times as fast as all-reduce alone, or they are left out."""
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Shard:
@@ -100,7 +101,7 @@ def make_shards(workers: Sequence[int], helpers: Sequence[int], notes: Notes, de
     return found
 
 
-class Hybrid:
+class Hybrid(Exchange):
     """The exchange of a worker: the mean, to the bit the same on all workers; sums are rounded in another order."""
 
     lossy = False
@@ -144,27 +145,11 @@ class Hybrid:
             found.append(time.perf_counter() - start)
         return float(self.link.mean(torch.tensor([min(found)], device=self.link.device)))
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any], *, residuals: bool = True) -> None:
-        """Nothing stays behind."""
-
 
 def best_share(times: Mapping[float, float]) -> float:
     """The share of the shortest time; 0 unless it is clearly shorter than that of all-reduce alone."""
     best = min(times, key=lambda share: times[share])
     return best if times[best] * BETTER <= times[0.0] else 0.0
-
-
-def check_helpers(helpers: Any, workers: Sequence[int]) -> None:
-    """Every rank of the default process group trains or helps."""
-    if not helpers or sorted([*helpers, *workers]) != list(range(dist.get_world_size())):
-        raise ConfigError(
-            f"helpers={helpers!r} must name all ranks of the default process group that do not train, each once; the model's "
-            f"process group has the ranks {list(workers)} of {dist.get_world_size()}. Wrap the model with process_group= the "
-            "workers."
-        )
 
 
 def serve(helpers: Sequence[int], *, deadline: float = 1800.0) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from salience.gradients.exchange import join, split
+from salience.gradients.exchange import Exchange, join, split
 from salience.gradients.link import Link
 from salience.gradients.rules import travels
 
@@ -21,12 +21,12 @@ MEMORY = 0.9
 """Weight of the past in the usual norm of a layer."""
 
 
-class Lazy:
+class Lazy(Exchange):
     """Layers travel when they have gathered `threshold` times their usual gradient, or after `tau` steps; small ones always."""
 
     lossy = True
 
-    def __init__(self, link: Link, *, threshold: float = 2.0, tau: int = 4, small: int = 1024) -> None:
+    def __init__(self, link: Link, *, threshold: float, tau: int, small: int) -> None:
         self.link, self.threshold, self.tau, self.small = link, threshold, tau, small
         self.pools: list[Tensor] = []
         """Gathered gradients that have not travelled; empty for small layers."""
@@ -35,9 +35,6 @@ class Lazy:
         self.ages: list[int] = []
         self.due: list[bool] = []
         """Layers that travel in the next step."""
-
-    def begin(self, bucket: Tensor) -> None:
-        """Layers may span several buckets, so they travel once all gradients are there."""
 
     def finish(self, gradients: Sequence[Tensor]) -> None:
         if not self.pools:
@@ -61,20 +58,19 @@ class Lazy:
                 one.fill_(torch.nan)
             return
         for i, due in enumerate(self.due):
-            if due and self.pools[i].numel() and not norms[i]:
-                gradients[
-                    i
-                ].zero_()  # no rank had a gradient: the optimizer may not look at this layer, so its pool stays
-                continue
-            if due and self.pools[i].numel():
-                self.pools[i].zero_()
-            elif not due:
+            small = not self.pools[i].numel()
+            # No rank had a gradient: the optimizer may not look at this layer, so its pool stays.
+            absent = due and not small and not norms[i]
+            if absent or not due:
                 gradients[i].zero_()
+            elif not small:
+                self.pools[i].zero_()
+            if absent:
+                continue
             self.ages[i] = 1 if due else self.ages[i] + 1
             self.usual[i] = norms[i] if not self.usual[i] else MEMORY * self.usual[i] + (1 - MEMORY) * norms[i]
             # What will have been gathered by then: what waits now, and one more gradient in its direction.
             ahead = norms[i] + (0.0 if due else norms[count + i])
-            small = not self.pools[i].numel()
             self.due[i] = small or travels(ahead, self.usual[i], self.ages[i], threshold=self.threshold, tau=self.tau)
 
     def state_dict(self) -> dict[str, Any]:

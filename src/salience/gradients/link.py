@@ -103,6 +103,15 @@ class Link:
         self.wait(self.start_collect(tensor))
         return tensor
 
+    def check_equal(self, digest: int) -> None:
+        """All ranks must have come to the same parameters."""
+        digests: list[int] = self.gather(torch.tensor([digest])).flatten().tolist()
+        if len(set(digests)) > 1:
+            raise RankError(
+                f"Parameters differ between ranks after averaging (checksums {digests}); did the loop change them between "
+                "steps on one rank only? Start from one checkpoint on all ranks."
+            )
+
     def wait(self, work: Any) -> None:
         """Wait for a collective until the deadline, or until a rank says that it cannot come.
 

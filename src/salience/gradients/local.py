@@ -13,60 +13,45 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from salience.gradients.exchange import join, split
+from salience.gradients.exchange import Averager, Exchange, join, split
+from salience.gradients.link import Link
+from salience.gradients.nodes import Nodes
 from salience.gradients.rules import local_steps
 
 
-class Averager(Protocol):
-    """Sends this rank's progress and returns the updates that all ranks make, in order; called in a thread of its own."""
-
-    def __call__(self, vector: Tensor, count: int, *, together: bool) -> list[Tensor]:
-        """`together` says that parameters must be equal on all ranks afterwards."""
-        ...
-
-    def check(self, digest: int) -> None:
-        """Raise where ranks have come to different parameters. Collective."""
-        ...
-
-    def mean(self, vector: Tensor) -> Tensor:
-        """The plain mean over all ranks. Collective."""
-        ...
-
-    def leave(self) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
-class Local:
+class Local(Exchange):
     """Local steps on the parameters and floating-point buffers of a DDP model."""
+
+    lossy = True
 
     def __init__(
         self,
         ddp: DistributedDataParallel,
         optimizer: Optimizer,
         averager: Averager,
+        everybody: Link | Nodes,
+        inside: Exchange,
         *,
-        steps: int = 8,
-        alpha: float | None = None,
-        most: int = 512,
-        overlap: bool = True,
-        outer: tuple[float, float] | None = None,
-        quiet: bool = True,
+        silent: bool,
+        steps: int,
+        alpha: float | None,
+        most: int,
+        overlap: bool,
+        outer: tuple[float, float] | None,
     ) -> None:
-        """`quiet` keeps DDP from exchanging anything itself; False where it still does so inside a node."""
-        self.ddp, self.optimizer, self.averager = ddp, optimizer, averager
+        """`inside` exchanges the gradients of each step inside a group; with `silent`, DDP exchanges none."""
+        self.ddp, self.optimizer, self.averager, self.everybody = ddp, optimizer, averager, everybody
+        self.inside, self.silent = inside, silent
         self.base, self.alpha, self.most, self.overlap, self.outer = steps, alpha, most, overlap, outer
         self.count = 0
         """Optimizer steps made."""
@@ -85,7 +70,7 @@ class Local:
         self._pending: Future[list[Tensor]] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="salience-sync")
         self._silence = ExitStack()
-        if quiet:
+        if silent:
             self._silence.enter_context(ddp.no_sync())
 
     @property
@@ -93,8 +78,13 @@ class Local:
         """Local steps until the next exchange, at the learning rate of the first parameter group."""
         return local_steps(self.base, self.alpha, float(self.optimizer.param_groups[0]["lr"]), self.most)
 
-    def step(self) -> None:
-        """The optimizer has made a step."""
+    def begin(self, bucket: Tensor) -> None:
+        self.inside.begin(bucket)
+
+    def finish(self, gradients: Sequence[Tensor]) -> None:
+        self.inside.finish(gradients)
+
+    def stepped(self) -> None:
         self.count += 1
         if self.count - self.last >= self.interval:
             self._arrive()
@@ -103,12 +93,12 @@ class Local:
                 self._arrive()
 
     def average(self) -> None:
-        """Wait for everything under way and average now: parameters are equal on all ranks afterwards."""
+        """Wait for everything under way and average now."""
         self._arrive()
         self._begin(together=True)
         self._arrive()
         digest = zlib.crc32(join(self._tensors).cpu().numpy().tobytes())
-        self._thread.submit(self.averager.check, digest).result()
+        self._thread.submit(self.everybody.check_equal, digest).result()
 
     def leave(self) -> None:
         """Average, the optimizer's own tensors too, and let DDP exchange gradients again.
@@ -118,7 +108,7 @@ class Local:
         self.average()
         kept = [value for one in self._states() for _, value in sorted(one.items()) if _is_moment(value)]
         if kept:
-            split(self._thread.submit(self.averager.mean, join(kept)).result(), kept)
+            split(self._thread.submit(self.everybody.mean, join(kept)).result(), kept)
         self.averager.leave()
         self._silence.close()
         self._thread.shutdown()
@@ -164,15 +154,10 @@ class Local:
     def state_dict(self) -> dict[str, Any]:
         """Collective: averages first, so that one model is saved. The averager's residuals are this rank's own."""
         self.average()
-        return {
-            "count": self.count,
-            "last": self.last,
-            "velocity": self.velocity,
-            "averager": self.averager.state_dict(),
-        }
+        averager = self.averager.state_dict()
+        return {"count": self.count, "last": self.last, "velocity": self.velocity, "averager": averager}
 
     def restart(self) -> None:
-        """Share the model's present parameters, which were loaded on all ranks."""
         if self._pending is not None:  # on its way before the parameters were loaded: no concern of theirs
             self._pending.result()
             self._pending = None

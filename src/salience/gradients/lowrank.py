@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from salience.gradients.exchange import join, split
+from salience.gradients.exchange import Exchange, join, split
 from salience.gradients.link import Link
 from salience.gradients.rules import matrix_shape, orthonormal
 from salience.seeds import torch_generator
 
 
-class LowRank:
+class LowRank(Exchange):
     """PowerSGD of rank `rank` with error feedback; what it would not halve travels whole, and everything does at first."""
 
     lossy = True
 
-    def __init__(self, link: Link, *, rank: int = 2, warmup: int = 2, seed: int = 0) -> None:
+    def __init__(self, link: Link, *, rank: int, warmup: int, seed: int = 0) -> None:
         """`warmup` is the number of first steps in which everything travels whole."""
         self.link, self.rank, self.warmup, self.seed = link, rank, warmup, seed
         self.step = 0
@@ -33,9 +33,6 @@ class LowRank:
         """What is left of each weight's gradient, [rows, columns]."""
         self.factors: dict[int, Tensor] = {}
         """Q of the step before, [columns, rank]; the better start the more alike two steps are."""
-
-    def begin(self, bucket: Tensor) -> None:
-        """Nothing can be factorised before all gradients are there: collectives would get out of order."""
 
     def finish(self, gradients: Sequence[Tensor]) -> None:
         shapes = {i: shape for i, one in enumerate(gradients) if (shape := matrix_shape(one.shape, self.rank))}
@@ -60,9 +57,7 @@ class LowRank:
         known = torch.cat([flat.isfinite().all().float().view(1), *norms]).tolist()  # the same on every rank
         fine, silent = known[0] > 0, {i for i, norm in zip(shapes, known[1:], strict=True) if norm == 0}
         for i, p, q in zip(shapes, left, right, strict=True):
-            if (
-                i in silent
-            ):  # no rank had a gradient: the optimizer may not look at this layer, so nothing may be lost there
+            if i in silent:  # no rank had a gradient: the optimizer may not look at it, so nothing may be lost there
                 self.errors[i] = matrices[i]
                 gradients[i].zero_()
                 continue

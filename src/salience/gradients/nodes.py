@@ -8,8 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from salience.errors import ConfigError
-from salience.gradients.exchange import Exchange, join, split
+from salience.gradients.exchange import Averager, Exchange, join, split
 from salience.gradients.link import Link, Notes
 from salience.gradients.rounding import RoundedMean
 
@@ -39,16 +38,24 @@ class Nodes:
         self.across = Link(across, notes, deadline) if self.leads else None
         """To the first ranks of the other groups; None on all ranks but the first."""
 
+    def mean(self, tensor: Tensor) -> Tensor:
+        """Replace `tensor`, which is equal inside each group, by its mean over all ranks."""
+        if self.across is not None:
+            self.across.mean(tensor.mul_(self.weight))
+        return self.beside.broadcast(tensor)
 
-class Grouped:
+    def check_equal(self, digest: int) -> None:
+        """All groups must have come to the same parameters."""
+        if self.across is not None:
+            self.across.check_equal(digest)
+
+
+class Grouped(Exchange):
     """The mean inside a group at full precision, then `across` between the groups' first ranks, then the result to all."""
 
     def __init__(self, nodes: Nodes, across: Exchange | None, *, lossy: bool) -> None:
         """`across` is None on ranks that are not the first of their group."""
         self.nodes, self.across, self.lossy = nodes, across, lossy
-
-    def begin(self, bucket: Tensor) -> None:
-        """Groups add up when all gradients are there."""
 
     def finish(self, gradients: Sequence[Tensor]) -> None:
         if not self.lossy:
@@ -87,28 +94,16 @@ class Grouped:
             self.across.load_state_dict(state, residuals=residuals)
 
 
-class GroupedAverager:
+class GroupedAverager(Averager):
     """Averages parameters between the groups' first ranks; inside a group they are equal already."""
 
-    def __init__(self, nodes: Nodes, across: RoundedMean | None) -> None:
-        self.nodes, self.across = nodes, across
+    def __init__(self, nodes: Nodes) -> None:
+        self.nodes, self.across = nodes, None if nodes.across is None else RoundedMean(nodes.across)
 
     def __call__(self, vector: Tensor, count: int, *, together: bool = True) -> list[Tensor]:
         del together  # ranks always are
         (update,) = [vector.clone()] if self.across is None else self.across(vector * self.nodes.weight, count)
         return [self.nodes.beside.broadcast(update.contiguous())]
-
-    def check(self, digest: int) -> None:
-        if self.across is not None:
-            self.across.check(digest)
-
-    def mean(self, vector: Tensor) -> Tensor:
-        if self.across is not None:
-            self.across.mean(vector.mul_(self.nodes.weight))
-        return self.nodes.beside.broadcast(vector)
-
-    def leave(self) -> None:
-        """Nothing runs beside it."""
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.across is None else self.across.state_dict()
@@ -123,12 +118,3 @@ def new_group(parent: Any, ranks: Sequence[int]) -> Any:
     if parent is dist.group.WORLD:
         return dist.new_group(list(ranks))
     return dist.new_group(list(ranks), use_local_synchronization=True) if dist.get_rank() in ranks else None
-
-
-def check_groups(groups: Sequence[Sequence[int]], ranks: Sequence[int]) -> None:
-    """Every rank must be in exactly one group."""
-    members = sorted(rank for group in groups for rank in group)
-    if members != sorted(ranks) or not all(groups):
-        raise ConfigError(
-            f"groups={groups!r} must hold each of the ranks {list(ranks)} exactly once, and no empty group."
-        )

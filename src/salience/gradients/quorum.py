@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from salience.errors import RankError
+from salience.gradients.exchange import Averager
 from salience.gradients.link import Link
-from salience.gradients.rounding import check_equal
 
 REGULAR, TOGETHER, LEAVE = range(3)
 """What a rank can ask for."""
@@ -84,7 +84,7 @@ class Rounds:
             self.updates[i] = self.updates[i][:0]
 
 
-class Quorum:
+class Quorum(Averager):
     """Sends this rank's progress to the first rank and returns the updates to make."""
 
     def __init__(self, link: Link, *, quorum: int | None = None, staleness: int = 2) -> None:
@@ -166,12 +166,6 @@ class Quorum:
                 dist.send(torch.tensor([len(updates)]), group=self.link.group, group_dst=one)
                 for update in updates:
                     dist.send(update, group=self.link.group, group_dst=one)
-
-    def mean(self, vector: Tensor) -> Tensor:
-        return self.link.mean(vector)
-
-    def check(self, digest: int) -> None:
-        check_equal(self.link, digest)
 
     def state_dict(self) -> dict[str, Any]:
         return {"own": self.own}

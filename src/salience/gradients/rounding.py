@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from salience.errors import RankError
+from salience.gradients.exchange import Averager
 from salience.gradients.link import Link
 
 
-class RoundedMean:
+class RoundedMean(Averager):
     """Each rank adds up one part of the vector in float32; parts travel there and back as bfloat16.
 
     What rounding takes off is kept and added the next time, on both ways. The result is bitwise the same on every rank.
@@ -50,27 +51,8 @@ class RoundedMean:
                 "before parameters are averaged."
             )
 
-    def check(self, digest: int) -> None:
-        check_equal(self.link, digest)
-
-    def mean(self, vector: Tensor) -> Tensor:
-        return self.link.mean(vector)
-
-    def leave(self) -> None:
-        """Nothing runs beside it."""
-
     def state_dict(self) -> dict[str, Any]:
         return {"own": self.own, "part": self.part}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.own, self.part = state["own"], state["part"]
-
-
-def check_equal(link: Link, digest: int) -> None:
-    """All ranks must have come to the same parameters."""
-    digests: list[int] = link.gather(torch.tensor([digest])).flatten().tolist()
-    if len(set(digests)) > 1:
-        raise RankError(
-            f"Parameters differ between ranks after averaging (checksums {digests}); did the loop change them between steps "
-            "on one rank only? Start from one checkpoint on all ranks."
-        )

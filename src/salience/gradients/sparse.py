@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from salience.gradients.exchange import Exchange
 from salience.gradients.link import Link
 from salience.gradients.rules import correct_momentum, largest, layer_counts, take, unit_scores, warm_rate
 
@@ -15,7 +16,7 @@ ROW = 16
 """Neighbouring values that travel together in layers without kernels, where whole kernels travel."""
 
 
-class Sparse:
+class Sparse(Exchange):
     """Top-k with error feedback, in one collective per step.
 
     A layer of at most `small` values travels whole. `rate` is the share of the other units (single values, or kernels) that
@@ -24,16 +25,7 @@ class Sparse:
 
     lossy = True
 
-    def __init__(
-        self,
-        link: Link,
-        *,
-        kernels: bool = False,
-        rate: float = 0.01,
-        momentum: float = 0.0,
-        warmup: int = 0,
-        small: int = 1024,
-    ) -> None:
+    def __init__(self, link: Link, *, kernels: bool, rate: float, momentum: float, warmup: int, small: int) -> None:
         self.link, self.kernels, self.rate, self.momentum = link, kernels, rate, momentum
         self.warmup, self.small = warmup, small
         self.step = 0
@@ -42,9 +34,6 @@ class Sparse:
         self.velocities: list[Tensor | None] = []
         self._norms: list[float] = []
         """Mean gradient norm of each pooled layer in the step before, the same on every rank."""
-
-    def begin(self, bucket: Tensor) -> None:
-        """Values are chosen when all gradients are there."""
 
     def finish(self, gradients: Sequence[Tensor]) -> None:
         if not self.pools:
