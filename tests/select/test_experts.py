@@ -16,7 +16,6 @@ from salience.select.experts import (
     mixture_of,
     news,
     panel,
-    probabilities,
     weights_of,
 )
 from salience.select.noise import Judgement
@@ -82,10 +81,6 @@ def test_networks_that_agree_beyond_the_first_get_less_of_a_voice():
 
 def test_logits_of_ranks_are_0_in_the_middle_and_where_nothing_is_known():
     np.testing.assert_allclose(logit_ranks(np.array([5.0, np.nan, 1.0, 3.0])), [np.log(5), 0, -np.log(5), 0], atol=1e-6)
-
-
-def test_opinions_have_the_mean_they_are_to_have():
-    assert probabilities(np.random.default_rng(0).normal(size=500), 0.1).mean() == pytest.approx(0.1, abs=1e-6)
 
 
 def test_three_networks_find_wrong_labels_better_than_the_best_of_them(wrong):

@@ -19,7 +19,7 @@ from salience.errors import StateError
 from salience.ledger import Ledger
 from salience.registry import find
 from salience.select.noise import judge
-from salience.select.ranks import rank_normalise
+from salience.select.ranks import rank_normalise, ranks_of_known
 from salience.select.view import Bools, Clock, Floats, Ids, View
 
 CRITERIA = ("ema_loss", "el2n", "aum", "confidence", "forgetting", "variance", "grand")
@@ -129,7 +129,7 @@ def agreement(ledgers: Mapping[str, Ledger], *, wrong: Bools | None = None) -> A
                 suspected=(int(suspects[i].sum()), int(suspects[j].sum()), int((suspects[i] & suspects[j]).sum())),
             )
         )  # fmt: skip
-    ranks = np.stack([ranks_of(one) for one in scores[criteria[0]]])
+    ranks = np.stack([ranks_of_known(one) for one in scores[criteria[0]]])
     known = np.isfinite(ranks).all(axis=0)
     spread = np.where(known, ranks.std(axis=0), -1).astype(np.float32)
     order = np.argsort(-spread, kind="stable")[: int(known.sum())]
@@ -137,7 +137,7 @@ def agreement(ledgers: Mapping[str, Ledger], *, wrong: Bools | None = None) -> A
     found: dict[str, float] = {}
     if wrong is not None and wrong.any() and not wrong.all():
         by = "aum" if "aum" in criteria else criteria[0]
-        each = np.stack([ranks_of(one) for one in scores[by]])
+        each = np.stack([ranks_of_known(one) for one in scores[by]])
         both = np.isfinite(each).all(axis=0)
         found = {name: auroc(row[both], wrong[both]) for name, row in zip(names, each, strict=True)}
         found["all together"] = auroc(each.mean(axis=0)[both], wrong[both])
@@ -146,15 +146,6 @@ def agreement(ledgers: Mapping[str, Ledger], *, wrong: Bools | None = None) -> A
         suspected=tuple(int(one.sum()) for one in suspects), voted=int((2 * votes > len(all_of)).sum()),
         alone=int((votes == 1).sum()), found=found, unsteady=order.astype(np.int64), spread=spread[order],
     )  # fmt: skip
-
-
-def ranks_of(score: npt.NDArray[np.floating]) -> Floats:
-    """Ranks in (0, 1) among what is known; NaN stays NaN."""
-    known = np.isfinite(score)
-    ranks = np.full(len(score), np.nan, dtype=np.float32)
-    if known.any():
-        ranks[known] = rank_normalise(score[known])
-    return ranks
 
 
 def rank_correlation(a: npt.NDArray[np.floating], b: npt.NDArray[np.floating]) -> float:

@@ -23,10 +23,11 @@ import numpy.typing as npt
 from salience.errors import ConfigError, did_you_mean
 from salience.registry import card
 from salience.seeds import TIES, generator
+from salience.select import scores
 from salience.select.codes import class_codes
 from salience.select.contradictions import calibrated, evidence, odds_of_wrong, sharpness
 from salience.select.noise import judge, noise
-from salience.select.ranks import rank_normalise
+from salience.select.ranks import ranks_of_known
 from salience.select.view import Floats, Verdict, View
 
 MAX_SAMPLES_WEIGHED = 20_000
@@ -36,6 +37,10 @@ PULL = 0.3
 always what tells wrong labels (benchmarks/RESULTS.md)."""
 ANCHOR, ANCHORED = "odds", 0.6
 """The expert that speaks for a family when another family's gate is calibrated, and its weight where nothing moves it."""
+MAX_STEPS = 1000
+"""Most steps of the gate's regression."""
+TYPICAL_RATE = 0.2
+"""Mean of the soft opinions that a gate foretells: sure only at the end of the list."""
 MODEL_SHARE = 1.0
 """Weight of the first family; the others share as much, as far as they are not alike given the first."""
 Doubles = npt.NDArray[np.float64]
@@ -47,14 +52,6 @@ def _odds(of: Any) -> Floats:
     found = evidence(label, vote, of.vote_p)
     columns = (label, vote, of.vote_p, of.confidence)
     return odds_of_wrong(*columns, found.transitions, sharpness(*columns, found, found.rate))
-
-
-def _aum(of: Any) -> Floats:
-    return -of.margin_sum / np.maximum(of.seen, 1).astype(np.float32)
-
-
-def _forgetting(of: Any) -> Floats:
-    return np.where(of.right > 0, of.forgotten, of.seen).astype(np.float32)
 
 
 def _persistent(of: Any) -> Floats:
@@ -72,16 +69,9 @@ def _three_sigma(of: Any) -> Floats:
 
 
 EXPERTS: dict[str, Callable[[Any], Floats]] = {
-    "odds": _odds,
-    "aum": _aum,
-    "margin": lambda of: -of.margin,
-    "loss": lambda of: of.mean_loss,
-    "el2n": lambda of: of.el2n.astype(np.float32),
-    "variance": lambda of: of.var_loss,
-    "forgetting": _forgetting,
-    "persistent": _persistent,
-    "three_sigma": _three_sigma,
-}
+    "odds": _odds, "aum": scores.aum, "margin": scores.margin, "loss": scores.ema_loss, "el2n": scores.el2n,
+    "variance": scores.variance, "forgetting": scores.forgetting, "persistent": _persistent, "three_sigma": _three_sigma,
+}  # fmt: skip
 """Name -> a number per sample from a ledger or a view of one, float32 [n]; higher = likelier wrong."""
 
 
@@ -121,7 +111,9 @@ def mixture_of(families: Mapping[str, Any], *, experts: Sequence[str] = (ANCHOR,
     some = np.arange(n)
     if n > MAX_SAMPLES_WEIGHED:
         some = generator(seed, TIES, n).choice(n, MAX_SAMPLES_WEIGHED, replace=False)
-    opinion = {name: probabilities(columns[:, experts.index(anchor)]) for name, columns in said.items()}
+    everyone = np.ones(n, dtype=bool)
+    at = experts.index(anchor)
+    opinion = {name: calibrated(np.exp(columns[:, at]), everyone, TYPICAL_RATE) for name, columns in said.items()}
     weights: dict[str, dict[str, float]] = {}
     voices: list[Doubles] = []
     for name, columns in said.items():
@@ -158,56 +150,27 @@ def news(voices: Sequence[Doubles]) -> list[float]:
 
 def logit_ranks(score: npt.NDArray[Any]) -> Doubles:
     """log(r / (1 - r)) of each value's rank r: comparable over experts, however skewed; 0 where nothing is known."""
-    score = np.asarray(score, dtype=np.float32)
-    known = np.isfinite(score)
-    ranks = np.full(len(score), 0.5)
-    if known.any():
-        ranks[known] = np.clip(rank_normalise(score[known]), 1e-4, 1 - 1e-4)
-    return np.asarray(np.log(ranks / (1 - ranks)), dtype=np.float64)
+    ranks = np.clip(np.nan_to_num(ranks_of_known(np.asarray(score)), nan=0.5).astype(np.float64), 1e-4, 1 - 1e-4)
+    return np.log(ranks / (1 - ranks))
 
 
-def probabilities(logit: Doubles, rate: float = 0.2) -> Doubles:
-    """1 / (1 + exp(-(logit + c))) with c such that the mean is `rate`: a soft opinion, sure only at the end of the list."""
-    low, high = -30.0, 30.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _sigmoid(logit + middle).mean() < rate else (low, middle)
-    return _sigmoid(logit + low)
-
-
-def weights_of(columns: Doubles, target: Doubles, *, prior: Doubles, pull: float = PULL) -> Doubles:
+def weights_of(columns: Doubles, target: npt.NDArray[np.floating], *, prior: Doubles, pull: float = PULL) -> Doubles:
     """Non-negative weights of a logistic regression of `target` (0 to 1, [n]) on the columns [n, k], pulled towards `prior`.
 
-    Minimises the cross-entropy + pull * n / 2 * |weights - prior|^2 by Newton's method, with a free intercept; the most
-    negative weight is set to 0 and the rest fitted anew until none is negative: an expert may be silenced, not turned round.
+    Minimises the mean cross-entropy + pull / 2 * |weights - prior|^2 by projected gradient descent, with a free intercept: an
+    expert may be silenced, not turned round.
     """
-    active = list(range(columns.shape[1]))
-    found = np.zeros(columns.shape[1])
-    while active:
-        fitted = _logistic(columns[:, active], target, prior[active], pull * len(columns))
-        if fitted.min() >= 0:
-            found[active] = fitted
-            break
-        active.pop(int(fitted.argmin()))
-    return found
-
-
-def _logistic(columns: Doubles, target: Doubles, prior: Doubles, strength: float) -> Doubles:
     x = np.column_stack((columns, np.ones(len(columns))))
-    penalty, centre = np.append(np.full(len(prior), strength), 1e-6), np.append(prior, 0.0)
-    b = centre.copy()
-    for _ in range(25):
-        p = _sigmoid(x @ b)
-        gradient = x.T @ (p - target) + penalty * (b - centre)
-        step = np.linalg.solve((x * (p * (1 - p))[:, None]).T @ x + np.diag(penalty), gradient)
-        b = b - step
-        if np.abs(step).max() < 1e-6:
+    strength, centre = np.append(np.full(len(prior), pull), 0.0), np.append(prior, 0.0)
+    rate = 1 / (np.linalg.eigvalsh(x.T @ x / len(x))[-1] / 4 + pull)
+    b = centre
+    for _ in range(MAX_STEPS):
+        p = 1 / (1 + np.exp(-np.clip(x @ b, -30, 30)))
+        before, b = b, b - rate * (x.T @ (p - target) / len(x) + strength * (b - centre))
+        b[:-1] = np.maximum(b[:-1], 0)
+        if np.abs(b - before).max() < 1e-7:
             break
-    return np.asarray(b[:-1], dtype=np.float64)
-
-
-def _sigmoid(x: Doubles) -> Doubles:
-    return np.asarray(1 / (1 + np.exp(-np.clip(x, -30, 30))), dtype=np.float64)
+    return b[:-1]
 
 
 def families_of(view: View) -> dict[str, Any]:

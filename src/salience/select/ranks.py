@@ -20,6 +20,15 @@ def rank_normalise(score: npt.NDArray[np.floating]) -> Floats:
     return _exact(keys) if len(keys) <= MAX_SAMPLES_FOR_EXACT_RANKS else _by_histogram(keys)
 
 
+def ranks_of_known(score: npt.NDArray[np.floating]) -> Floats:
+    """The same among what is known; NaN stays NaN."""
+    known = np.isfinite(score)
+    ranks = np.full(len(score), np.nan, dtype=np.float32)
+    if known.any():
+        ranks[known] = rank_normalise(score[known])
+    return ranks
+
+
 def _ordered_keys(score: npt.NDArray[np.floating]) -> npt.NDArray[np.uint32]:
     """uint32 keys in the order of the floats: negative numbers have all bits flipped, others the sign bit."""
     values = score.astype(np.float32)

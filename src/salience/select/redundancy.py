@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,6 @@ from salience.errors import ConfigError
 from salience.ledger.copies import Copies, byte_copies, connected, merged
 from salience.ledger.embeddings import Embeddings
 from salience.registry import card
-from salience.select.background import Background
 from salience.select.neighbours import comparisons, nearest
 from salience.select.view import Verdict, View
 
@@ -121,6 +121,29 @@ def pause(n: int, visits: float) -> float:
     return float(np.clip(comparisons(n) / COMPARED_PER_VISIT, 0.5 * visits, 1.5 * visits))
 
 
+class Background:
+    """A search that runs in a thread between two windows' edges: its result does not depend on when it runs."""
+
+    def __init__(self, work: Callable[[], Copies]) -> None:
+        """`work` must read nothing that changes meanwhile, and spend its time where Python lets other threads run."""
+        self._work = work
+        self._future: Future[Copies] | None = None
+
+    def begin(self) -> None:
+        """Start, unless that was done before. Not while processes are being forked: they would inherit held locks."""
+        if self._future is None:
+            pool = ThreadPoolExecutor(1, thread_name_prefix="salience")
+            self._future = pool.submit(self._work)
+            pool.shutdown(wait=False)
+
+    def result(self) -> Copies:
+        """Wait for the result; work that was never begun is done here and now."""
+        if self._future is None:
+            self._future = Future()
+            self._future.set_result(self._work())
+        return self._future.result()
+
+
 class CopySearch:
     """Gathers features and fingerprints, and searches for copies from time to time, in parallel with the training.
 
@@ -141,7 +164,7 @@ class CopySearch:
         """Fingerprints of the samples' bytes; 0 = not known."""
         self.found: Copies | None = None
         self._near: Copies | None = None
-        self._search: Background[Copies] | None = None
+        self._search: Background | None = None
         """What the last edge prepared and the next one takes."""
         self._looked = 0.0
         """Visits per sample on average at the last look."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from salience import ledger as ledgers
 from salience.errors import ConfigError, StateError
 from salience.ledger import Ledger
-from salience.select.ranks import rank_normalise
+from salience.select.ranks import ranks_of_known
 from salience.select.view import Floats, Reference
 
 Opinion = Ledger | str | Path | npt.ArrayLike
@@ -27,7 +27,7 @@ def reference_of(opinions: Opinion | Sequence[Opinion], n: int) -> Reference:
     if isinstance(opinions, (list, tuple)) and any(isinstance(o, (Ledger, str, Path)) or np.ndim(o) for o in opinions):
         several = opinions
     each = [_opinion(opinion, n) for opinion in several]
-    reference = Reference(loss=_mean([o[0] for o in each]), hardness=_mean([_ranks(o[1]) for o in each]))
+    reference = Reference(loss=_mean([o[0] for o in each]), hardness=_mean([ranks_of_known(o[1]) for o in each]))
     if np.isnan(reference.loss).all():
         raise ConfigError(
             "The reference knows the loss of no sample; give one that was trained or measured on this data."
@@ -85,15 +85,6 @@ def ledger_file(path: str | Path) -> Path:
             f"The folder {str(path)!r} holds no ledger.npz; a run writes it at its end. Name a ledger file."
         )
     return path / "ledger.npz"
-
-
-def _ranks(hardness: Floats) -> Floats:
-    """Rank among the known values; NaN stays NaN."""
-    known = ~np.isnan(hardness)
-    ranks = np.full(len(hardness), np.nan, dtype=np.float32)
-    if known.any():
-        ranks[known] = rank_normalise(hardness[known])
-    return ranks
 
 
 def _mean(rows: Sequence[Floats]) -> Floats:

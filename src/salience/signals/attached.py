@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from salience.errors import ConfigError
+from salience.signals.beside import WeakHook, first_tensor
 from salience.signals.features import features_of
 from salience.signals.ghost import STEP_OVER_FORWARD, Extent, Layer, Size, choose, size_of, squared_norms
 
@@ -164,7 +165,7 @@ class Attached:
         self._seen: Tensor | None = None
         """Input of the last Linear."""
         self._hooks = {
-            name: module.register_forward_hook(_Hook(self, name))
+            name: module.register_forward_hook(WeakHook(self.forwarded, name))
             for name, module in ({"": model} if self._whole else layers).items()
             if grad_norm is not None or (features and isinstance(module, nn.Linear))
         }
@@ -259,22 +260,6 @@ class Attached:
         )
 
 
-class _Hook:
-    """A forward hook that holds its owner weakly. A copied or unpickled model gets a hook that does nothing."""
-
-    def __init__(self, owner: Attached | None = None, name: str = "") -> None:
-        self._owner = None if owner is None else weakref.ref(owner)
-        self._name = name
-
-    def __call__(self, module: nn.Module, given: tuple[Any, ...], gave: Any) -> None:
-        owner = None if self._owner is None else self._owner()
-        if owner is not None:
-            owner.forwarded(self._name, module, given, gave)
-
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        return _Hook, ()
-
-
 _NOTHING = torch.empty(0)
 TINY = float(torch.finfo(torch.float32).tiny)
 
@@ -299,14 +284,3 @@ def _fits(call: _Call, rows: tuple[int, int]) -> bool:
 def _of_output(gradient: Tensor) -> Tensor:
     rows = gradient.float().reshape(len(gradient), -1)
     return torch.linalg.vecdot(rows, rows)
-
-
-def first_tensor(output: Any) -> Tensor | None:
-    """A tensor, or the first one in a tuple, list or dictionary."""
-    if isinstance(output, Tensor):
-        return output
-    if isinstance(output, Mapping):
-        output = list(cast(Mapping[str, Any], output).values())
-    if isinstance(output, (tuple, list)):
-        return next((item for item in cast(list[Any], output) if isinstance(item, Tensor)), None)
-    return None

@@ -1,4 +1,4 @@
-"""What the attached model is given, overheard for models that learn beside it.
+"""Small models that learn beside the attached one: what they overhear of its input, and how they are trained.
 
 deliver()            a batch is on its way: what the attached model is given from here on is its input
 take(ids, ...)       that input, one row for each of the batch's losses
@@ -6,7 +6,9 @@ take(ids, ...)       that input, one row for each of the batch's losses
 
 from __future__ import annotations
 
+import copy
 import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from salience.signals.attached import first_tensor
+from salience.errors import ConfigError, StateError
 
 
 class Listening:
@@ -24,7 +26,7 @@ class Listening:
         self._waiting = 0
         """Batches delivered whose losses have not come: more than one where a loop fetches ahead."""
         self._given: Tensor | None = None
-        hook = beside.register_forward_pre_hook(_Hook(self), with_kwargs=True)
+        hook = beside.register_forward_pre_hook(WeakHook(self.listen), with_kwargs=True)
         self.close = weakref.finalize(self, hook.remove)
         """Stop listening."""
         self.close.atexit = False
@@ -32,10 +34,11 @@ class Listening:
     def deliver(self) -> None:
         self._waiting += 1
 
-    def listen(self, given: Tensor | None) -> None:
+    def listen(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         """The attached model runs: its last call with gradients on before the losses is that of the batch."""
         if self._waiting and torch.is_grad_enabled():
-            self._given = None if given is None else given.detach()
+            found = first_tensor((*given, *named.values()))
+            self._given = None if found is None else found.detach()
 
     def take(self, ids: npt.NDArray[np.int64], count: int, kept: Tensor | None, like: Tensor) -> Tensor | None:
         """The input of `count` samples: all `ids`, or the positions `kept` of them, on the device and in the type of `like`.
@@ -51,16 +54,68 @@ class Listening:
         return given.to(like.device, like.dtype) if given.is_floating_point() else given.to(like.device)
 
 
-class _Hook:
-    """A forward pre-hook that holds its owner weakly. A copy of the model, or a pickled one, gets one that does nothing."""
+class Learner:
+    """A small model and the optimizer that trains it; by default SGD with momentum, at a rate that is not scheduled."""
 
-    def __init__(self, owner: Listening | None = None) -> None:
-        self._owner = None if owner is None else weakref.ref(owner)
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        others: Iterable[nn.Module],
+        *,
+        rate: float,
+    ) -> None:
+        """`name` is what messages call it; it must not share parameters with the `others`."""
+        mine = list(model.parameters())
+        if not mine:
+            raise ConfigError(f"The {name} ({type(model).__name__}) has no parameters; there is nothing to train.")
+        if {id(p) for p in mine} & {id(p) for other in others for p in other.parameters()}:
+            raise ConfigError(f"The {name} shares parameters with another model; give it parameters of its own.")
+        self.name, self.model = name, model
+        self.optimizer = optimizer or torch.optim.SGD(mine, lr=rate, momentum=0.9)
 
-    def __call__(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        owner = None if self._owner is None else self._owner()
-        if owner is not None:
-            owner.listen(first_tensor((*given, *named.values())))
+    def step(self, loss: Tensor) -> None:
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
 
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        return _Hook, ()
+    def state_dict(self) -> dict[str, Any]:
+        parts = {"model": self.model, "optimizer": self.optimizer}
+        return {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError) as cause:
+            raise StateError(
+                f"The saved {self.name} is another one; attach the model it was saved with. {cause}"
+            ) from cause
+
+
+class WeakHook:
+    """A hook on a model that holds the object behind it weakly. A copied or unpickled model gets a hook that does nothing."""
+
+    def __init__(self, method: Callable[..., None] | None = None, *first: Any) -> None:
+        """`method` is called with `first` before what PyTorch passes."""
+        self._method = None if method is None else weakref.WeakMethod(method)
+        self._first = first
+
+    def __call__(self, *args: Any) -> None:
+        method = None if self._method is None else self._method()
+        if method is not None:
+            method(*self._first, *args)
+
+    def __reduce__(self) -> tuple[type[WeakHook], tuple[()]]:
+        return WeakHook, ()
+
+
+def first_tensor(output: Any) -> Tensor | None:
+    """A tensor, or the first one in a tuple, list or dictionary."""
+    if isinstance(output, Tensor):
+        return output
+    several: Any = output.values() if isinstance(output, Mapping) else output
+    if isinstance(output, (Mapping, tuple, list)):
+        return next((item for item in several if isinstance(item, Tensor)), None)
+    return None

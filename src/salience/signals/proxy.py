@@ -1,13 +1,12 @@
 """A small model trained beside the attached one, on the same batches: its losses are a reference of the run's own.
 
-deliver()                    a batch is on its way: what the attached model is given from here on is its input
-train(targets, ids, kept)    a step of the small model on that input; the losses it had before the step are kept
+deliver()                    a batch is on its way
+train(targets, ids, kept)    a step of the small model on its input; the losses it had before the step are kept
 enter()                      those losses go into `losses`
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,34 +16,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from salience.errors import ConfigError, StateError
-from salience.signals.listening import Listening
+from salience.signals.beside import Learner, Listening
 
 LEARNING_RATE = 0.01
-MOMENTUM = 0.9
-"""Settings of the SGD that trains a proxy given without an optimizer; the learning rate is not scheduled."""
 
 
 class Proxy:
     """The small model, its optimizer and its last loss on every sample."""
 
     def __init__(self, beside: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer | None, n: int) -> None:
-        mine = list(model.parameters())
-        if {id(p) for p in mine} & {id(p) for p in beside.parameters()}:
-            raise ConfigError("The proxy shares parameters with the attached model; give it parameters of its own.")
-        if not mine:
-            raise ConfigError(f"The proxy ({type(model).__name__}) has no parameters; there is nothing to train.")
-        self.model = model
-        self.optimizer = optimizer or torch.optim.SGD(mine, lr=LEARNING_RATE, momentum=MOMENTUM)
+        self.learner = Learner("proxy", model, optimizer, [beside], rate=LEARNING_RATE)
         self.losses = np.full(n, np.nan, dtype=np.float32)
         """Loss at the sample's last visit, float32 [n]; NaN where unknown."""
         self._listening = Listening(beside)
         self._pending: list[tuple[npt.NDArray[np.int64], Tensor | None, Tensor]] = []
-        self.close = self._listening.close
-        """Stop listening; `losses` stay as they are."""
-
-    def deliver(self) -> None:
-        self._listening.deliver()
+        self.deliver, self.close = self._listening.deliver, self._listening.close
 
     def train(
         self, targets: Tensor, ids: npt.NDArray[np.int64], kept: Tensor | None = None, stand_ins: Sequence[int] = ()
@@ -54,19 +40,17 @@ class Proxy:
         Positions in `stand_ins` hold another sample than their id says; they are left out.
         Returns False where the attached model was not given as many samples. Nothing here waits for the device.
         """
-        like = next(self.model.parameters())
+        like = next(self.learner.model.parameters())
         given = self._listening.take(ids, len(targets), kept, like)
         if given is None:
             return False
         with torch.enable_grad():
-            losses = F.cross_entropy(self.model(given), targets.to(like.device, torch.int64), reduction="none")
+            losses = F.cross_entropy(self.learner.model(given), targets.to(like.device, torch.int64), reduction="none")
             if stand_ins:
                 at = torch.arange(len(ids)) if kept is None else kept.cpu()
                 known = ~torch.isin(at, torch.tensor(stand_ins)).to(losses.device)
                 losses = torch.where(known, losses, torch.nan)
-            self.optimizer.zero_grad()
-            (losses.nanmean() if stand_ins else losses.mean()).backward()
-        self.optimizer.step()
+            self.learner.step(losses.nanmean() if stand_ins else losses.mean())
         self._pending.append((ids, kept, losses.detach().float()))
         return True
 
@@ -81,17 +65,9 @@ class Proxy:
 
     def state_dict(self) -> dict[str, Any]:
         self.enter()
-        return {
-            "losses": torch.from_numpy(self.losses.copy()),
-            "model": copy.deepcopy(self.model.state_dict()),
-            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
-        }
+        return {"losses": torch.from_numpy(self.losses.copy()), **self.learner.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        try:
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-        except (RuntimeError, ValueError) as cause:
-            raise StateError(f"The saved proxy is another one; attach the model it was saved with. {cause}") from cause
+        self.learner.load_state_dict(state)
         self._pending.clear()
         self.losses[:] = state["losses"].numpy()
