@@ -69,10 +69,10 @@ def test_a_missing_file_is_named():
     ("table", "says"),
     [
         ({"epoch": 3}, "Did you mean 'epochs'"),
-        ({"epochs": "3"}, "must be of type int"),
+        ({"epochs": "3"}, "must be a whole number"),
         ({"epochs": 0}, "at least 1"),
         ({"lr": -1}, "at least 0"),
-        ({"resume": 1}, "must be of type bool"),
+        ({"resume": 1}, "must be true or false"),
     ],
 )
 def test_train_settings_are_checked(table, says):

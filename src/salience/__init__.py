@@ -66,34 +66,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BrokenSample": "salience.errors",
-    "Collated": "salience.batches",
-    "ConfigError": "salience.errors",
-    "DataError": "salience.errors",
-    "Ledger": "salience.ledger",
-    "Loader": "salience.loader",
-    "LossError": "salience.errors",
-    "Misattributed": "salience.errors",
-    "MissingExtra": "salience.errors",
-    "Observer": "salience.observer",
-    "Plan": "salience.plan",
-    "PluginError": "salience.errors",
-    "ProgressLR": "salience.schedule",
-    "RankError": "salience.errors",
-    "SalienceError": "salience.errors",
-    "SelectConfig": "salience.config",
-    "Selector": "salience.selector",
-    "SharedFeed": "salience.feed.sharing.shared",
-    "Source": "salience.feed",
-    "Stage": "salience.treat",
-    "StateError": "salience.errors",
-    "StoreError": "salience.errors",
-    "Trace": "salience.plan",
-    "Treat": "salience.treat",
-    "Use": "salience.config",
-    "sync": "salience.gradients",
-    "tune_select": "salience.decide.tuning",
-}
+    name: f"salience.{module}"
+    for module, names in {
+        "batches": "Collated", "config": "SelectConfig Use", "decide.tuning": "tune_select",
+        "errors": "BrokenSample ConfigError DataError LossError Misattributed MissingExtra PluginError RankError SalienceError "
+        "StateError StoreError",
+        "feed": "Source", "feed.sharing.shared": "SharedFeed", "gradients": "sync", "ledger": "Ledger", "loader": "Loader",
+        "observer": "Observer", "plan": "Plan Trace", "schedule": "ProgressLR", "selector": "Selector", "treat": "Stage Treat",
+    }.items()
+    for name in names.split()
+}  # fmt: skip
 """Where each public name lives. It is imported when it is first asked for: `salience --help` does not wait for torch."""
 
 

@@ -73,23 +73,36 @@ def fetching(table: Any) -> Fetching | None:
         return table
     if not isinstance(table, Mapping):
         raise ConfigError(f"select.fetch must be a table, not {table!r}.")
-    options = cast("Mapping[str, Any]", table)
-    known = {f.name for f in fields(Fetching)}
-    for key, value in options.items():
-        if key not in known:
-            raise ConfigError(f"select.fetch has no setting {key!r}.{did_you_mean(key, known)}")
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise ConfigError(f"select.fetch.{key} is {value!r}; it must be a number.")
-    return Fetching(**options)
+    return Fetching(**checked("select.fetch", cast("Mapping[str, Any]", table), _default_types(Fetching())))
+
+
+_WORDS: dict[type, tuple[Any, str]] = {
+    bool: (bool, "true or false"), int: (int, "a whole number"), float: ((int, float), "a number"), str: (str, "a text"),
+}  # fmt: skip
+"""Type of a setting -> what may be given, and that in words."""
+
+
+def checked(where: str, table: Mapping[str, Any], types: Mapping[str, type]) -> dict[str, Any]:
+    """The settings in a table if each is known and of its type; those of type `object` may be anything."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in types:
+            raise ConfigError(f"{where} has no setting {key!r}.{did_you_mean(key, types)}")
+        wanted = types[key]
+        if wanted is not object:
+            given, words = _WORDS[wanted]
+            if not isinstance(value, given) or (isinstance(value, bool) and wanted is not bool):
+                raise ConfigError(f"{where}.{key} is {value!r}; it must be {words}.")
+        found[key] = float(value) if wanted is float else value
+    return found
+
+
+def _default_types(settings: Any) -> dict[str, type]:
+    return {f.name: type(getattr(settings, f.name)) for f in fields(settings)}
 
 
 EPOCHS_SCORED = 5
 """Epochs that a static selection scores before it chooses its subset."""
-_PLAIN: dict[str, tuple[Any, str]] = {
-    "pick": ((int, float), "a number"), "steps": (str, "a word"), "lr_power": ((int, float), "a number"),
-    "mode": (str, "a word"), "after": (int, "a whole number"),
-}  # fmt: skip
-"""Settings of a pipeline that are numbers or words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,30 +177,21 @@ class SelectConfig:
 
     def merged(self, table: Mapping[str, Any]) -> SelectConfig:
         """This config with the entries of a (TOML) table in place of its own."""
-        known = {f.name for f in fields(self)}
-        changes: dict[str, Any] = {}
-        for key, value in table.items():
-            if key not in known:
-                raise ConfigError(f"select has no setting {key!r}.{did_you_mean(key, known)}")
+        plain: dict[str, type] = {"pick": float, "steps": str, "lr_power": float, "mode": str, "after": int}
+        changes = checked("select", table, {f.name: plain.get(f.name, object) for f in fields(self)})
+        for key, value in changes.items():
             if key in ("filters", "scores"):
                 if isinstance(value, str) or not isinstance(value, Sequence):
                     raise ConfigError(f"select.{key} must be a list, not {value!r}.")
                 changes[key] = tuple(use(item) for item in cast("Sequence[Any]", value))
             elif key == "keep" and isinstance(value, (int, float)):
                 changes[key] = Use(name="constant", options={"share": float(value)})
-            elif key in _PLAIN:
-                wanted, called = _PLAIN[key]
-                if not isinstance(value, wanted) or isinstance(value, bool):
-                    raise ConfigError(f"select.{key} is {value!r}; it must be {called}.")
-                changes[key] = value
+            elif key in ("sampler", "keep"):
+                changes[key] = use(value)
             elif key == "ledgers":
                 changes[key] = tuple(map(str, [value] if isinstance(value, (str, Path)) else value))
-            elif key == "robust":
-                changes[key] = value
             elif key == "fetch":
                 changes[key] = fetching(value)
-            else:
-                changes[key] = use(value)
         return replace(self, **changes)
 
 
@@ -244,18 +248,7 @@ class TrainConfig:
 
 def train_config(table: Mapping[str, Any]) -> TrainConfig:
     """A TrainConfig from a table, every value checked for its name and type."""
-    known = {f.name: type(getattr(TrainConfig(), f.name)) for f in fields(TrainConfig)}
-    checked: dict[str, Any] = {}
-    for key, value in table.items():
-        if key not in known:
-            raise ConfigError(f"train has no setting {key!r}.{did_you_mean(key, known)}")
-        wanted = known[key]
-        if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
-            raise ConfigError(f"train.{key} is {value!r}; it must be of type {wanted.__name__}.")
-        checked[key] = value
-    config = TrainConfig(**checked)
+    config = TrainConfig(**checked("train", table, _default_types(TrainConfig())))
     for name in ("epochs", "batch_size"):
         if getattr(config, name) < 1:
             raise ConfigError(f"train.{name} is {getattr(config, name)}; it must be at least 1.")

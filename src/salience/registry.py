@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,59 +14,28 @@ from salience.errors import ConfigError, PluginError, did_you_mean
 PluginFunction = Callable[..., Any]
 P = TypeVar("P", bound=PluginFunction)
 
+
+def _of(module: str, *names: str) -> dict[str, str]:
+    """name -> "module:function", for functions of one module of `select`."""
+    return {name: f"salience.select.{module}:{name}" for name in names}
+
+
 BUILT_IN: dict[str, dict[str, str]] = {
     "filters": {
-        "warmup": "salience.select.filters:warmup",
-        "age_cap": "salience.select.filters:age_cap",
-        "class_floor": "salience.select.filters:class_floor",
-        "tail": "salience.select.filters:tail",
-        "noise": "salience.select.noise:noise",
-        "panel": "salience.select.experts:panel",
-        "redundancy": "salience.select.redundancy:redundancy",
-        "coarse": "salience.select.filters:coarse",
+        **_of("filters", "warmup", "age_cap", "class_floor", "tail", "coarse"), **_of("noise", "noise"),
+        **_of("experts", "panel"), **_of("redundancy", "redundancy"),
     },
-    "scores": {
-        "loss": "salience.select.scores:loss",
-        "ema_loss": "salience.select.scores:ema_loss",
-        "difficulty": "salience.select.scores:difficulty",
-        "unsureness": "salience.select.scores:unsureness",
-        "staleness": "salience.select.scores:staleness",
-        "el2n": "salience.select.scores:el2n",
-        "grand": "salience.select.scores:grand",
-        "margin": "salience.select.scores:margin",
-        "aum": "salience.select.scores:aum",
-        "forgetting": "salience.select.scores:forgetting",
-        "variance": "salience.select.scores:variance",
-        "entropy": "salience.select.scores:entropy",
-        "confidence": "salience.select.scores:confidence",
-        "ucb": "salience.select.scores:ucb",
-        "uncertainty": "salience.select.scores:uncertainty",
-        "rho": "salience.select.scores:rho",
-        "proxy": "salience.select.scores:proxy",
-        "cscore": "salience.select.scores:cscore",
-    },
-    "samplers": {
-        "uniform": "salience.select.samplers:uniform",
-        "ratio": "salience.select.samplers:ratio",
-        "threshold": "salience.select.samplers:threshold",
-        "probability": "salience.select.samplers:probability",
-        "unsure": "salience.select.samplers:unsure",
-        "prune_rescale": "salience.select.samplers:prune_rescale",
-        "hide": "salience.select.samplers:hide",
-        "window": "salience.select.samplers:window",
-        "slide": "salience.select.samplers:slide",
-        "lowest": "salience.select.samplers:lowest",
-    },
-    "curves": {
-        "constant": "salience.select.curves:constant",
-        "step": "salience.select.curves:step",
-        "cosine": "salience.select.curves:cosine",
-        "all_less_all": "salience.select.curves:all_less_all",
-        "alternate": "salience.select.curves:alternate",
-        "auto": "salience.select.curves:auto",
-    },
-}
-"""kind -> name -> "module:function". `policies` and `levers` join when their rooms are built."""
+    "scores": _of(
+        "scores", "loss", "ema_loss", "difficulty", "unsureness", "staleness", "el2n", "grand", "margin", "aum", "forgetting",
+        "variance", "entropy", "confidence", "ucb", "uncertainty", "rho", "proxy", "cscore",
+    ),
+    "samplers": _of(
+        "samplers", "uniform", "ratio", "threshold", "probability", "unsure", "prune_rescale", "hide", "window", "slide",
+        "lowest",
+    ),
+    "curves": _of("curves", "constant", "step", "cosine", "all_less_all", "alternate", "auto"),
+}  # fmt: skip
+"""kind -> name -> "module:function"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,20 +79,18 @@ class Origin:
 
 
 @functools.cache
-def _installed(kind: str) -> Mapping[str, tuple[Origin, EntryPoint | None]]:
-    table: dict[str, tuple[Origin, EntryPoint | None]] = {
-        name: (Origin(kind=kind, name=name, target=target, package="salience"), None)
-        for name, target in BUILT_IN[kind].items()
+def _installed(kind: str) -> Mapping[str, Origin]:
+    table = {
+        name: Origin(kind=kind, name=name, target=target, package="salience") for name, target in BUILT_IN[kind].items()
     }
     for point in entry_points(group=f"salience.{kind}"):
         package = f"{point.dist.name} {point.dist.version}" if point.dist else "unknown"
         if point.name in table:
             raise PluginError(
-                f"{kind[:-1]} {point.name!r} is provided twice, by {table[point.name][0].package} "
+                f"{kind[:-1]} {point.name!r} is provided twice, by {table[point.name].package} "
                 f"and by {package}; uninstall one of them or rename its entry point."
             )
-        origin = Origin(kind=kind, name=point.name, target=point.value, package=package)
-        table[point.name] = (origin, point)
+        table[point.name] = Origin(kind=kind, name=point.name, target=point.value, package=package)
     return table
 
 
@@ -141,7 +107,7 @@ def catalogue(kind: str) -> list[Origin]:
     """Every plug-in of a kind, built in or installed, by name."""
     if kind not in BUILT_IN:
         raise ConfigError(f"There is no plug-in kind {kind!r}.{did_you_mean(kind, BUILT_IN)}")
-    return [origin for _, (origin, _) in sorted(_installed(kind).items())]
+    return [origin for _, origin in sorted(_installed(kind).items())]
 
 
 def find(kind: str, name: str | PluginFunction) -> PluginFunction:
@@ -151,13 +117,9 @@ def find(kind: str, name: str | PluginFunction) -> PluginFunction:
     table = _installed(kind)
     if name not in table:
         raise PluginError(f"There is no {kind[:-1]} {name!r}.{did_you_mean(name, table)}")
-    origin, point = table[name]
+    origin = table[name]
     try:
-        if point is not None:
-            found = point.load()
-        else:
-            module, _, attribute = origin.target.partition(":")
-            found = getattr(importlib.import_module(module), attribute)
+        found = EntryPoint(name, origin.target, f"salience.{kind}").load()
     except Exception as cause:
         raise PluginError(
             f"{kind[:-1]} {name!r} of {origin.package} cannot be loaded from {origin.target!r}: {cause}"
