@@ -1,4 +1,4 @@
-"""Student's t, and the paired test: the mean of differences and the interval in which it lies."""
+"""Student's t, the paired test (the mean of differences and the interval in which it lies), and means of what is known."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from salience.errors import ConfigError
 
@@ -58,3 +61,10 @@ def _within(angle: float, dof: int) -> float:
         total += term
         term *= cosine * cosine * (2 * k + 1 + odd) / (2 * k + 2 + odd)
     return 2 / math.pi * (angle + sine * total) if odd else sine * total
+
+
+def known_mean(values: npt.NDArray[np.floating], axis: int = 0) -> npt.NDArray[np.float64]:
+    """Mean along an axis of the numbers that are not NaN; NaN where there are none."""
+    known = ~np.isnan(values)
+    total = np.where(known, values, 0).sum(axis=axis, dtype=np.float64)
+    return total / np.where(known.any(axis=axis), known.sum(axis=axis), np.nan)

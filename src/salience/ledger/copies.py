@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,14 +31,20 @@ class Copies:
 
     def turn(self, window: int) -> npt.NDArray[np.bool_]:
         """bool [n]: the sample whose turn it is in each group, and every one that stands alone."""
-        members = np.flatnonzero(self.group >= 0)
-        members = members[np.argsort(self.group[members], kind="stable")]
-        number = self.group[members]
-        first = np.flatnonzero(np.diff(number, prepend=-1))
-        sizes = np.diff(np.append(first, len(members)))
         mask = self.group < 0
-        mask[members[first + window % np.maximum(sizes, 1)]] = True
+        members = self.group[~mask]
+        mask[~mask] = places(members) == window % self.size[~mask]
         return mask
+
+
+def places(groups: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
+    """How many elements of the same group stand before each, int64 [m]."""
+    order = np.argsort(groups, kind="stable")
+    ordered = groups[order]
+    first = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
+    place = np.empty(len(groups), dtype=np.int64)
+    place[order] = np.arange(len(groups)) - np.repeat(first, np.diff(np.append(first, len(groups))))
+    return place
 
 
 def byte_copies(prints: npt.NDArray[np.int64], label: npt.NDArray[np.int32]) -> Copies:

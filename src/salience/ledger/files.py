@@ -11,6 +11,7 @@ from salience.errors import StateError
 from salience.files import read_npz, write_npz
 from salience.ledger.columns import COLUMNS, COUNT_LIMIT
 from salience.ledger.ledger import Ledger
+from salience.stats import known_mean
 
 FORMAT = "salience-ledger-1"
 _COUNTERS = ("seen", "trained", "right", "forgotten", "bad")
@@ -45,7 +46,7 @@ def merge(ledgers: Sequence[Ledger]) -> Ledger:
     if len(sizes) > 1:
         raise StateError(f"Ledgers over {sizes} samples cannot be merged; they must come from the same data set.")
     merged = Ledger(sizes[0])
-    for name, column in COLUMNS.items():
+    for name in COLUMNS:
         stack = np.stack([ledger[name] for ledger in ledgers])
         if name in _COUNTERS:
             merged[name][:] = np.minimum(stack.sum(axis=0, dtype=np.int64), COUNT_LIMIT)
@@ -58,10 +59,7 @@ def merge(ledgers: Sequence[Ledger]) -> Ledger:
         elif name == "size":
             merged[name][:] = stack.max(axis=0)
         elif name != "last_seen":
-            known = ~np.isnan(stack)
-            total = np.where(known, stack, 0).sum(axis=0, dtype=np.float64)
-            times = known.sum(axis=0)
-            merged[name][:] = np.where(times > 0, total / np.maximum(times, 1), column.first)
+            merged[name][:] = known_mean(stack)
     return merged
 
 

@@ -21,6 +21,7 @@ from salience.ledger.history import History
 from salience.select.agreement import auroc
 from salience.select.noise import judge
 from salience.select.view import Bools
+from salience.stats import known_mean
 
 HARD, EASY = 0.1, 0.5
 """Shares of the samples that are not suspected which count as hard and as easy, by mean loss."""
@@ -92,20 +93,14 @@ def contrast(history: History, groups: Mapping[str, Bools], *, known: bool = Fal
         windows=tuple(history.windows),
         sizes={name: int(mask.sum()) for name, mask in mine.items()},
         course={
-            quantity: {name: _means(rows[:, mask]) for name, mask in mine.items()} for quantity, rows in values.items()
+            quantity: {name: known_mean(rows[:, mask], axis=1) for name, mask in mine.items()}
+            for quantity, rows in values.items()
         },
         separation={
             quantity: np.array([_apart(row[among], mine[first][among]) for row in rows]) for quantity, rows in values.items()
         },
         known=known,
     )  # fmt: skip
-
-
-def _means(rows: Doubles) -> Doubles:
-    """Mean of each window over what is known."""
-    known = np.isfinite(rows)
-    count = known.sum(axis=1)
-    return np.where(count > 0, np.where(known, rows, 0).sum(axis=1) / np.maximum(count, 1), np.nan)
 
 
 def _apart(row: Doubles, first: Bools) -> float:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from salience.config import Fetching
+from salience.ledger.copies import places
 from salience.plan import Note
 from salience.select.codes import class_codes
 from salience.select.ranks import rank_normalise
@@ -162,11 +163,8 @@ def _oldest(ids: Ids, age: npt.NDArray[Any], rng: Rng) -> Ids:
 
 def _within(ids: Ids, classes: Ids, room: npt.NDArray[np.int64], slack: int) -> Ids:
     """The first of `ids` per class, at most `room` of the class plus `slack`."""
-    order = np.argsort(classes[ids], kind="stable")
-    sorted_classes = classes[ids][order]
-    starts = np.searchsorted(sorted_classes, sorted_classes)
-    fits = np.arange(len(ids)) - starts < np.maximum(room[sorted_classes] + slack, 0)
-    return ids[np.sort(order[fits])]
+    own = classes[ids]
+    return ids[places(own) < room[own] + slack]
 
 
 def _runs(pool: Bools, age: npt.NDArray[Any], stock: Stock, count: int, rng: Rng) -> Ids:
@@ -193,15 +191,11 @@ def _runs(pool: Bools, age: npt.NDArray[Any], stock: Stock, count: int, rng: Rng
 
 def _matched(given: Ids, wanted: Ids) -> npt.NDArray[np.int64]:
     """A position in `given` for each of `wanted`: of the same class if one is left, else any."""
-    used = np.zeros(len(given), dtype=bool)
-    places = np.full(len(wanted), -1, dtype=np.int64)
-    order_g, order_w = np.argsort(given, kind="stable"), np.argsort(wanted, kind="stable")
-    g, w = given[order_g], wanted[order_w]
-    nth = np.arange(len(w)) - np.searchsorted(w, w)
-    at = np.searchsorted(g, w) + nth
-    fits = at < np.searchsorted(g, w, side="right")
-    places[order_w[fits]] = order_g[at[fits]]
-    used[places[places >= 0]] = True
-    rest = np.flatnonzero(places < 0)
-    places[rest] = np.flatnonzero(~used)[: len(rest)]
-    return places
+    keys = (np.stack((classes, places(classes))) for classes in (given, wanted))
+    keys = [key[0] * (len(given) + len(wanted)) + key[1] for key in keys]
+    _, here, there = np.intersect1d(*keys, assume_unique=True, return_indices=True)
+    found = np.full(len(wanted), -1, dtype=np.int64)
+    found[there] = here
+    rest = np.flatnonzero(found < 0)
+    found[rest] = np.setdiff1d(np.arange(len(given)), here)[: len(rest)]
+    return found

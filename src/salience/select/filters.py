@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from salience.errors import ConfigError
+from salience.ledger.copies import places
 from salience.registry import card
 from salience.select.codes import class_codes
 from salience.select.drawing import top
@@ -44,7 +45,7 @@ def class_floor(view: View, *, share: float = 0.05) -> Verdict:
     force[turn] = ~small[label[turn] + 1] & (label[turn] >= 0)
     if small.any():
         members = np.flatnonzero(small[label + 1])
-        force[_next_in_turn(members, label[members], classes, share, view.clock.window)] = True
+        force[_next_in_turn(members, label[members], share, view.clock.window)] = True
     return Verdict(force=force, reason=f"{share:.0%} of every class in turn")
 
 
@@ -56,16 +57,11 @@ def _class_sizes(label: np.ndarray, classes: int) -> np.ndarray:
     return sizes
 
 
-def _next_in_turn(members: np.ndarray, label: np.ndarray, classes: int, share: float, window: int) -> np.ndarray:
+def _next_in_turn(members: np.ndarray, label: np.ndarray, share: float, window: int) -> np.ndarray:
     """Of `members`, those whose turn it is: the next ceil(share * size) in the circle of each class."""
-    key = label.astype(np.uint16 if classes < 2**16 else np.int32)
-    order = np.argsort(key, kind="stable")
-    first = np.searchsorted(key, np.arange(classes, dtype=key.dtype), sorter=order)
-    sizes = np.diff(np.append(first, len(members)))
-    quota = np.ceil(share * sizes).astype(np.int64)
-    within = np.arange(quota.sum()) - np.repeat(np.cumsum(quota) - quota, quota)
-    place = (np.repeat(window * quota, quota) + within) % np.repeat(np.maximum(sizes, 1), quota)
-    return members[order[np.repeat(first, quota) + place]]
+    size = np.bincount(label)[label]
+    quota = np.ceil(share * size).astype(np.int64)
+    return members[(places(label) - window * quota) % size < quota]
 
 
 def tail(view: View, *, share: float = 0.02) -> Verdict:
@@ -97,13 +93,11 @@ def coarse(view: View, *, drop: float = 0.3) -> Verdict:
     if (view.unseen & (label < 0)).any():
         return Verdict(reason="waits until every sample was seen and its class is known")
     sizes = _class_sizes(label, classes)
-    # By class, the easiest first, unknown ones last. 16 bits, since NumPy sorts those by radix, many times faster.
+    # The easiest first, unknown ones last. 16 bits, since NumPy sorts those by radix, many times faster.
     rank = np.nan_to_num(view.hardness * 65534, nan=65535).astype(np.uint16)
     order = view.rng("coarse").permutation(view.n)
     order = order[np.argsort(rank[order], kind="stable")]
-    group = (label + 1).astype(np.uint16 if len(sizes) < 2**16 else np.int32)
-    order = order[np.argsort(group[order], kind="stable")]
-    first = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    group = (label + 1).astype(np.uint16 if len(sizes) < 2**16 else np.int32)[order]
     keep = np.empty(view.n, dtype=bool)
-    keep[order] = np.arange(view.n) - first >= np.repeat(np.floor(drop * sizes), sizes)
+    keep[order] = places(group) >= np.floor(drop * sizes)[group]
     return Verdict(keep=keep, reason=f"easiest {drop:.0%} of its class by the reference")

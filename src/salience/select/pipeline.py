@@ -22,6 +22,7 @@ from salience.select.plugins import Plugin, checked_draw, checked_score, checked
 from salience.select.ranks import rank_normalise
 from salience.select.view import NO_REFERENCE, Bools, Candidates, Clock, Draw, Floats, Ids, Reference, View
 from salience.select.weights import loss_weights, scaled_weights
+from salience.stats import known_mean
 
 Warn = Callable[[str], None]
 
@@ -269,10 +270,8 @@ class Pipeline:
 
     def _mean_score(self, clock: Clock, opinions: Sequence[Ledger], seed: int) -> tuple[Floats, Floats]:
         """The same, as the mean over several ledgers of the raw scores of each (Data Diet, Paul et al. 2021)."""
-        raws = np.stack([self._score(View(opinion, clock, self.reference, seed=seed))[1] for opinion in opinions])
-        known = ~np.isnan(raws)
-        total, count = np.where(known, raws, 0).sum(axis=0), known.sum(axis=0)
-        raw = np.where(count > 0, total / np.maximum(count, 1), np.nan).astype(np.float32)
+        raws = [self._score(View(opinion, clock, self.reference, seed=seed))[1] for opinion in opinions]
+        raw = known_mean(np.stack(raws)).astype(np.float32)
         return rank_normalise(raw), raw
 
     def _draw(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -121,29 +121,6 @@ def pause(n: int, visits: float) -> float:
     return float(np.clip(comparisons(n) / COMPARED_PER_VISIT, 0.5 * visits, 1.5 * visits))
 
 
-class Background:
-    """A search that runs in a thread between two windows' edges: its result does not depend on when it runs."""
-
-    def __init__(self, work: Callable[[], Copies]) -> None:
-        """`work` must read nothing that changes meanwhile, and spend its time where Python lets other threads run."""
-        self._work = work
-        self._future: Future[Copies] | None = None
-
-    def begin(self) -> None:
-        """Start, unless that was done before. Not while processes are being forked: they would inherit held locks."""
-        if self._future is None:
-            pool = ThreadPoolExecutor(1, thread_name_prefix="salience")
-            self._future = pool.submit(self._work)
-            pool.shutdown(wait=False)
-
-    def result(self) -> Copies:
-        """Wait for the result; work that was never begun is done here and now."""
-        if self._future is None:
-            self._future = Future()
-            self._future.set_result(self._work())
-        return self._future.result()
-
-
 class CopySearch:
     """Gathers features and fingerprints, and searches for copies from time to time, in parallel with the training.
 
@@ -164,8 +141,9 @@ class CopySearch:
         """Fingerprints of the samples' bytes; 0 = not known."""
         self.found: Copies | None = None
         self._near: Copies | None = None
-        self._search: Background | None = None
-        """What the last edge prepared and the next one takes."""
+        self._search: Callable[[], Copies] | None = None
+        """What the last edge prepared and the next one takes; once begun, it waits for the result."""
+        self._begun = False
         self._looked = 0.0
         """Visits per sample on average at the last look."""
         self._printed = 0
@@ -176,9 +154,14 @@ class CopySearch:
         return self.given is None and (self._near is None or window % 4 == 0)
 
     def begin(self) -> None:
-        """Start the search that `look` prepared, if any: cheap, for every step; worker processes are running by then."""
-        if self._search is not None:
-            self._search.begin()
+        """Start the search that `look` prepared, if any: cheap, for every step; worker processes are running by then.
+
+        While processes are forked no thread may start, since they would inherit the locks it holds.
+        """
+        if self._search is not None and not self._begun:
+            pool = ThreadPoolExecutor(1, thread_name_prefix="salience")
+            self._search, self._begun = pool.submit(self._search).result, True
+            pool.shutdown(wait=False)
 
     def look(self, label: npt.NDArray[np.int32], *, last: bool = False) -> bool:
         """Take the result of the last search, and prepare the next if it is due; True if anything may have changed.
@@ -193,7 +176,8 @@ class CopySearch:
         if self.embeddings is not None and (visits := self.embeddings.typical_visits) >= self._due(last):
             at_once = last or self.given is not None
             of = self.embeddings if at_once else self.embeddings.copy()
-            self._search = Background(partial(near_copies, of, label if at_once else label.copy(), ratio=self.ratio))
+            # It reads nothing that changes meanwhile, and spends its time where Python lets other threads run.
+            self._prepare(partial(near_copies, of, label if at_once else label.copy(), ratio=self.ratio))
             self._looked, self.next_look = visits, visits + pause(self.embeddings.n, visits)
             if at_once:
                 changed = self._take()
@@ -211,10 +195,14 @@ class CopySearch:
             return self.next_look
         return min(self.next_look, 3.0 if self._near is None else max(1.4 * self._looked, self._looked + 1))
 
+    def _prepare(self, search: Callable[[], Copies] | None) -> None:
+        self._search, self._begun = search, False
+
     def _take(self) -> bool:
+        """Wait for the result of the search prepared, if any; one that was never begun is made here and now."""
         search, self._search = self._search, None
         if search is not None:
-            self._near = search.result()
+            self._near = search()
         return search is not None
 
     def state_dict(self) -> dict[str, npt.NDArray[Any]]:
@@ -222,7 +210,8 @@ class CopySearch:
             "prints": self.prints.copy(),
             "looked": np.array([self.next_look, self._printed, self._waited, self._looked]),
         }
-        coming = None if self._search is None else self._search.result()
+        coming = None if self._search is None else self._search()
+        self._prepare(None if coming is None else lambda: coming)
         for name, copies in (("found", self.found), ("near", self._near), ("coming", coming)):
             if copies is not None:
                 state |= {f"{name}_group": copies.group.copy(), f"{name}_similarity": copies.similarity.copy()}
@@ -241,5 +230,5 @@ class CopySearch:
             else None
             for name in ("found", "near", "coming")
         )
-        self._search = None if coming is None else Background(lambda: coming)
+        self._prepare(None if coming is None else lambda: coming)
         self.embeddings = Embeddings.from_state(state) if "mean" in state else self.embeddings

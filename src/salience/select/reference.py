@@ -15,6 +15,7 @@ from salience.errors import ConfigError, StateError
 from salience.ledger import Ledger
 from salience.select.ranks import ranks_of_known
 from salience.select.view import Floats, Reference
+from salience.stats import known_mean
 
 Opinion = Ledger | str | Path | npt.ArrayLike
 """One network: its Ledger, the ledger's file or run folder, or its losses, float [n]."""
@@ -27,7 +28,10 @@ def reference_of(opinions: Opinion | Sequence[Opinion], n: int) -> Reference:
     if isinstance(opinions, (list, tuple)) and any(isinstance(o, (Ledger, str, Path)) or np.ndim(o) for o in opinions):
         several = opinions
     each = [_opinion(opinion, n) for opinion in several]
-    reference = Reference(loss=_mean([o[0] for o in each]), hardness=_mean([ranks_of_known(o[1]) for o in each]))
+    losses, hardness = [loss for loss, _ in each], [ranks_of_known(hardness) for _, hardness in each]
+    reference = Reference(
+        loss=known_mean(np.stack(losses)).astype(np.float32), hardness=known_mean(np.stack(hardness)).astype(np.float32)
+    )
     if np.isnan(reference.loss).all():
         raise ConfigError(
             "The reference knows the loss of no sample; give one that was trained or measured on this data."
@@ -85,13 +89,3 @@ def ledger_file(path: str | Path) -> Path:
             f"The folder {str(path)!r} holds no ledger.npz; a run writes it at its end. Name a ledger file."
         )
     return path / "ledger.npz"
-
-
-def _mean(rows: Sequence[Floats]) -> Floats:
-    """Mean over the networks that know the sample; NaN where none does."""
-    if len(rows) == 1:
-        return rows[0].copy()
-    stack = np.stack(rows)
-    known = ~np.isnan(stack)
-    total = np.where(known, stack, 0).sum(axis=0)
-    return np.where(known.any(axis=0), total / np.maximum(known.sum(axis=0), 1), np.nan).astype(np.float32)
