@@ -31,8 +31,8 @@ import numpy as np
 import torch
 
 from planted import Observed, digits, images_of, observe, planted
+from reliability import largest_gap, reliability, reliability_chart, standalone
 from salience.ledger import Ledger
-from salience.report.reliability import largest_gap, reliability, reliability_chart, standalone
 from salience.select.noise import evidence, judge, odds_of_wrong, rate_of, sharpness
 
 KINDS = ("symmetric", "pair", "instance", "clean")

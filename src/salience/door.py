@@ -17,7 +17,7 @@ from salience.ledger.compiled import register, weighted_sum
 from salience.ledger.copies import Copies
 from salience.ledger.history import History
 from salience.plan import Plan
-from salience.report.live import SampleNames, framed, live_page
+from salience.report.html import SampleNames, framed, live_page
 from salience.report.words import Names
 from salience.run import Run
 from salience.run.iterating import BatchIterator, BatchSource, Iterators

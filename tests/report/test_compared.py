@@ -8,9 +8,8 @@ import pytest
 from runs import long_log
 
 from salience.report.compared import against, arms_of, compare, rows, sentences
-from salience.report.log import read_log
 from salience.report.story import Result, Story
-from salience.report.telling import tell
+from salience.report.telling import read_log, tell
 
 
 @pytest.fixture

@@ -17,9 +17,8 @@ from torch.utils.data import TensorDataset
 import salience
 from salience.errors import ConfigError
 from salience.events import Confusion, EventLog, MachineUse, WindowClosed
-from salience.report.log import read_log
 from salience.report.story import shown
-from salience.report.telling import tell
+from salience.report.telling import read_log, tell
 from salience.report.text import verdict
 from salience.select.classes import MAX_CONFUSIONS, confusions
 from salience.watch.usage import MAX_SAMPLES_PER_WINDOW, Meter, UsageRecord

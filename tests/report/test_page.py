@@ -19,8 +19,7 @@ from salience.errors import MissingExtra
 from salience.events import EventLog
 from salience.report.compared import against, compare
 from salience.report.html import comparison_page, page
-from salience.report.log import read_log
-from salience.report.telling import tell
+from salience.report.telling import read_log, tell
 from salience.report.text import sections
 from salience.report.words import percent
 

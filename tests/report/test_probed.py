@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from salience.events import EventLog, GradientsProbed, LayerNearZero
-from salience.report import probed
+from salience.report import drawings
 from salience.report.html import page
-from salience.report.log import Log
-from salience.report.telling import tell
+from salience.report.telling import Log, tell
 
 LAYERS = (
     LayerNearZero(name="conv", entries=90, easiest=0.9, hardest=0.1),
@@ -26,13 +24,13 @@ def story_of(*probes: GradientsProbed):
     log.emit("run", population=10, batch_size=2, epochs=2)
     for one in probes:
         log.emit(one)
-    read = Log(path=Path(), events=tuple(log.recent), torn=0, cut=False, newer=0, unknown={}, malformed={})
+    read = Log(events=tuple(log.recent))
     return tell(read, name="x")
 
 
 def test_the_curve_has_a_line_per_probe_and_the_layers_are_those_of_the_last():
     story = story_of(replace(PROBE, accuracy=0.3, losses=(0.9, 1.5)), PROBE)
-    curve, layers = probed.by_loss(story), probed.by_layer(story)
+    curve, layers = drawings.near_zero_by_loss(story), drawings.near_zero_by_layer(story)
     assert curve.legend == ("at 30%", "at 85%")
     assert curve.rows == (("0.1", "-", "80%"), ("0.9", "80%", "20%"), ("1.5", "20%", "-"))
     assert layers.rows == (("conv", "90%", "10%"), ("head", "50%", "0%"))

@@ -18,9 +18,8 @@ from salience.cli.opening import open_run
 from salience.errors import StateError
 from salience.events import EventLog
 from salience.report.html import page
-from salience.report.log import read_log
 from salience.report.story import Story, shown
-from salience.report.telling import tell
+from salience.report.telling import read_log, tell
 from salience.report.text import verdict
 from salience.report.words import loss, seconds, short, size
 

@@ -14,8 +14,7 @@ from salience.curves import Shorter
 from salience.events import build
 from salience.report import words
 from salience.report.html import page
-from salience.report.log import read_log
-from salience.report.telling import tell
+from salience.report.telling import read_log, tell
 from salience.report.text import render, sections, verdict
 from salience.report.words import cost
 

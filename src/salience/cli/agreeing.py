@@ -34,7 +34,7 @@ def compare(args: argparse.Namespace) -> int:
     from salience.app.checkpoint import ledger_file
     from salience.cli.opening import write_page
     from salience.report.console import say
-    from salience.report.sheet import Table, sheet
+    from salience.report.html import Table, sheet
     from salience.select.agreement import agreement
 
     if len(args.ledgers) < 2:
@@ -106,47 +106,40 @@ def sentences(found: Agreement) -> list[str]:
     return said
 
 
-def drawn(found: Agreement) -> list[Chart]:
+def drawn(found: Agreement) -> list[Chart | None]:
     """Correlation by criterion, overlap over the share, and correlation by class."""
-    from salience.report.charts import Series, bars, lines
+    from salience.report.charts import bars, lines
     from salience.report.words import percent
 
     pairs = found.pairs[:MAX_NETWORKS_DRAWN]
     titles = [f"{one.a} / {one.b}" for one in pairs]
     note = f"The first {len(pairs)} of {len(found.pairs)} pairs." if len(found.pairs) > len(pairs) else ""
     shares = list(pairs[0].overlaps)
-    overlaps = [
-        Series(name=name, values=[one.overlaps[s] for s in shares]) for name, one in zip(titles, pairs, strict=True)
-    ]
-    correlations = [
-        Series(name=name, values=[max(0.0, one.correlations[c]) for c in found.criteria])
-        for name, one in zip(titles, pairs, strict=True)
-    ]
+    overlaps = {name: [one.overlaps[s] for s in shares] for name, one in zip(titles, pairs, strict=True)}
+    if len(overlaps) == MAX_NETWORKS_DRAWN:
+        overlaps.popitem()
+    correlations = {
+        name: [max(0.0, one.correlations[c]) for c in found.criteria] for name, one in zip(titles, pairs, strict=True)
+    }
     by_class = {
         c: float(np.mean([one.by_class[c] for one in found.pairs if c in one.by_class])) for c in pairs[0].by_class
     }
     lowest = sorted(by_class, key=lambda c: by_class[c])[:MAX_CLASSES_DRAWN]
-    charts = [
+    return [
         bars(
-            "Rank correlation, by criterion", [NAMES[name] for name in found.criteria],
-            correlations,
+            "Rank correlation, by criterion", [NAMES[name] for name in found.criteria], correlations,
             form="{:.2f}".format, what="criterion", note=note, hues=False,
         ),
         lines(
-            "Overlap of the hardest", shares, [*overlaps[: MAX_NETWORKS_DRAWN - 1], Series(name="by chance", values=shares)],
+            "Overlap of the hardest", shares, {**overlaps, "by chance": shares},
             x_label="share of hardest samples", form=percent, x_form=percent, least=0.0, note=note,
         ),
+        bars(
+            "Rank correlation within classes", [f"class {c}" for c in lowest],
+            {"mean of the pairs": [max(0.0, by_class[c]) for c in lowest]}, form="{:.2f}".format, what="class", hues=False,
+            note=f"The {len(lowest)} lowest of {len(by_class)} classes." if len(by_class) > len(lowest) else "",
+        ),
     ]  # fmt: skip
-    if lowest:
-        charts.append(
-            bars(
-                "Rank correlation within classes", [f"class {c}" for c in lowest],
-                [Series(name="mean of the pairs", values=[max(0.0, by_class[c]) for c in lowest])],
-                form="{:.2f}".format, what="class", hues=False,
-                note=f"The {len(lowest)} lowest of {len(by_class)} classes." if len(by_class) > len(lowest) else "",
-            )
-        )  # fmt: skip
-    return charts
 
 
 def as_table(found: Agreement, top: int) -> dict[str, Any]:
@@ -174,7 +167,7 @@ def history(args: argparse.Namespace) -> int:
     from salience.cli.opening import write_page
     from salience.ledger import history as histories
     from salience.report.console import say
-    from salience.report.sheet import Table, sheet
+    from salience.report.html import Table, sheet
     from salience.select.contrast import contrast, groups_of
 
     folder = Path(args.ledger)
@@ -253,9 +246,9 @@ def rows_of(found: Contrast) -> list[list[str]]:
     return rows
 
 
-def courses(found: Contrast) -> list[Chart]:
+def courses(found: Contrast) -> list[Chart | None]:
     """A chart per quantity with the groups side by side, and one of what separates."""
-    from salience.report.charts import Series, lines
+    from salience.report.charts import lines
 
     x = [window + 1.0 for window in found.windows]
     titles = {
@@ -266,12 +259,12 @@ def courses(found: Contrast) -> list[Chart]:
     }
     charts = [
         lines(
-            titles[quantity], x, [Series(name=name, values=_plain(values)) for name, values in of.items()],
+            titles[quantity], x, {name: _plain(values) for name, values in of.items()},
             x_label="epoch", form="{:.3g}".format, least=0.0,
         )
         for quantity, of in found.course.items()
     ]  # fmt: skip
-    apart = [Series(name=name, values=_plain(values)) for name, values in found.separation.items()]
+    apart = {name: _plain(values) for name, values in found.separation.items()}
     note = f"AUROC of {found.first} against hard samples: 0.5 tells nothing, 1 and 0 tell everything."
     charts.append(lines("What separates", x, apart, x_label="epoch", form="{:.2f}".format, least=0.0, note=note))
     return charts

@@ -25,7 +25,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from salience.report.compared import HEAD, compare, rows, sentences
+    from salience.report.compared import HEAD, compare, rows, said_of
     from salience.report.console import say, table
 
     if len({Path(path).resolve() for path in args.paths}) < max(2, len(args.paths)):
@@ -36,10 +36,7 @@ def run(args: argparse.Namespace) -> int:
     compared = compare(stories)
     table("Side by side", HEAD, rows(compared))
     say()
-    for difference in compared.differences:
-        say(" ".join(sentences(difference)))
-    if not compared.differences:
-        say("All runs have the same settings except for the seed, so there is nothing to compare.")
+    say("\n".join(said_of(compared)))
     for note in compared.notes:
         say(f"Note: {note}")
     if args.output:

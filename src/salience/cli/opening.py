@@ -31,9 +31,8 @@ def open_run(given: str, *, name: str = "", ledger: str = "", whole: bool = True
     """The run at `given`, its folder or its event log. Not `whole`: without the ledger and all that hangs on it."""
     from salience import ledger as ledgers
     from salience.app import checkpoint
-    from salience.report.log import read_log
     from salience.report.story import shown
-    from salience.report.telling import tell
+    from salience.report.telling import read_log, tell
     from salience.select.findings import findings, load_copies
 
     path = Path(given)

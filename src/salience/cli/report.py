@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
-    from salience.report.compared import against, sentences
+    from salience.report.compared import against, said_of
     from salience.report.console import say
     from salience.report.text import sections, verdict
 
@@ -53,14 +53,14 @@ def run(args: argparse.Namespace) -> int:
     for name, text in sections(opened.story).items():
         if text and text not in first and name != "hard":  # samples are listed on the page alone
             say(text)
-    for difference in () if baseline is None else baseline.differences:
-        say(" ".join(sentences(difference)))
+    if baseline is not None:
+        say("\n".join(said_of(baseline)))
     for note in (*opened.story.notes, *(baseline.notes if baseline else ())):
         say(f"Note: {note}")
     if args.sink:
         from salience.cli.opening import log_file
-        from salience.report.log import read_log
         from salience.report.sinks import replayed
+        from salience.report.telling import read_log
 
         replayed(read_log(log_file(args.path)).events, args.sink)
         say(f"Sent to {args.sink}.")

@@ -6,7 +6,7 @@ Each chart carries its numbers as a table too, for those who cannot see it and t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -24,12 +24,8 @@ Form = Callable[[float], str]
 """A number as people read it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Series:
-    """One named row of numbers; None where there is none."""
-
-    name: str
-    values: Sequence[float | None]
+Series = Mapping[str, Sequence[float | None]]
+"""Named rows of numbers; None where there is none. Charts of no number at all are None."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,102 +42,100 @@ class Chart:
 
 
 def lines(
-    title: str, x: Sequence[float], series: Sequence[Series], *, x_label: str, form: Form, x_form: Form = "{:,.0f}".format,
+    title: str, x: Sequence[float], series: Series, *, x_label: str, form: Form, x_form: Form = "{:,.0f}".format,
     least: float | None = None, note: str = "",
-) -> Chart:  # fmt: skip
+) -> Chart | None:  # fmt: skip
     """Lines over `x`; the axis goes from `least`, or the smallest value, to the largest."""
-    known = [v for one in series for v in one.values if v is not None]
-    axis = ticks(min(known, default=0.0) if least is None else least, max(known, default=1.0))
-    low, high = (x[0], x[-1]) if x and x[-1] > x[0] else ((x[0] if x else 0.0) - 0.5, (x[0] if x else 0.0) + 0.5)
-    right = WIDTH - RIGHT
+    known = _known(series)
+    if not known:
+        return None
+    axis = ticks(min(known) if least is None else least, max(known))
+    low, high = (x[0], x[-1]) if x[-1] > x[0] else (x[0] - 0.5, x[0] + 0.5)
 
     def across(value: float) -> float:
-        return LEFT + (right - LEFT) * (value - low) / (high - low)
+        return LEFT + (WIDTH - RIGHT - LEFT) * (value - low) / (high - low)
 
     body = _grid(axis, form)
-    for number, one in enumerate(series):
-        points = [(across(a), _height(b, axis), a, b) for a, b in zip(x, one.values, strict=True) if b is not None]
+    for number, (name, values) in enumerate(series.items()):
+        points = [(across(a), _height(b, axis), a, b) for a, b in zip(x, values, strict=True) if b is not None]
         path = " ".join(f"{a:.1f},{b:.1f}" for a, b, _, _ in points)
         body += f'<polyline class="line c{number}" points="{path}"/>'
-        if len(points) <= MAX_MARKED_VALUES:
-            for a, b, at, value in points:
-                told = f"{x_label} {x_form(at)}: {form(value)}"
-                told = f"{one.name}, {told}" if len(series) > 1 else told
-                body += f'<circle class="dot c{number}" cx="{a:.1f}" cy="{b:.1f}" r="3"><title>{escape(told)}</title></circle>'
+        for a, b, at, value in points if len(points) <= MAX_MARKED_VALUES else ():
+            told = f"{name}, " * (len(series) > 1) + f"{x_label} {x_form(at)}: {form(value)}"
+            body += (
+                f'<circle class="dot c{number}" cx="{a:.1f}" cy="{b:.1f}" r="3"><title>{escape(told)}</title></circle>'
+            )
     marks = [v for v in ticks(low, high, whole=all(float(v).is_integer() for v in x)) if low <= v <= high]
     body += _feet([(across(v), x_form(v)) for v in marks], x_label)
     return _chart(title, body, series, [x_form(v) for v in x], x_label, form, note)
 
 
 def columns(
-    title: str, names: Sequence[str], series: Sequence[Series], *, x_label: str, form: Form,
+    title: str, names: Sequence[str], series: Series, *, x_label: str, form: Form,
     feet: Sequence[tuple[float, str]] | None = None, note: str = "",
-) -> Chart:  # fmt: skip
+) -> Chart | None:  # fmt: skip
     """Stacked columns, one per name. `feet` are marks below: (how many columns from the left, text); else some of the names."""
-    count = len(names)
-    tops = [[0.0] * count]
-    for one in series:
-        tops.append([below + max(value or 0.0, 0.0) for below, value in zip(tops[-1], one.values, strict=True)])
-    axis = ticks(0.0, max(tops[-1], default=0.0))
-    step = (WIDTH - RIGHT - LEFT) / max(count, 1)
+    if not _known(series):
+        return None
+    tops = [[0.0] * len(names)]
+    for values in series.values():
+        tops.append([below + max(value or 0.0, 0.0) for below, value in zip(tops[-1], values, strict=True)])
+    axis = ticks(0.0, max(tops[-1]))
+    step = (WIDTH - RIGHT - LEFT) / len(names)
     body = _grid(axis, form)
-    for number, one in enumerate(series):
+    for number, (name, values) in enumerate(series.items()):
         layer = [
             (_height(low, axis), _height(high, axis)) for low, high in zip(tops[number], tops[number + 1], strict=True)
         ]
-        if count > MAX_SEPARATE_COLUMNS:
+        if len(names) > MAX_SEPARATE_COLUMNS:
             body += _steps(layer, step, number)
             continue
-        told = [
-            f"{name}: {form(v or 0.0)}" + f" {one.name}" * (len(series) > 1)
-            for name, v in zip(names, one.values, strict=True)
-        ]
-        body += "".join(
-            f'<rect class="fill c{number}" x="{LEFT + (i + 0.1) * step:.2f}" y="{top:.2f}" width="{0.8 * step:.2f}" '
-            f'height="{bottom - top:.2f}"><title>{escape(told[i])}</title></rect>'
-            for i, (bottom, top) in enumerate(layer)
-            if bottom > top
-        )
+        for i, (bottom, top) in enumerate(layer):
+            told = f"{names[i]}: {form(values[i] or 0.0)}" + f" {name}" * (len(series) > 1)
+            body += (
+                f'<rect class="fill c{number}" x="{LEFT + (i + 0.1) * step:.2f}" y="{top:.2f}" width="{0.8 * step:.2f}" '
+                f'height="{bottom - top:.2f}"><title>{escape(told)}</title></rect>'
+            ) * (bottom > top)
     if feet is None:
-        every = ticks(0.0, max(count, 1), count=8, whole=True)[1]
+        every = ticks(0.0, len(names), count=8, whole=True)[1]
         at = [int(name) if name.isdecimal() else i for i, name in enumerate(names)]
-        feet = [(i + 0.5, names[i]) for i in range(count) if at[i] % every == 0]
+        feet = [(i + 0.5, name) for i, name in enumerate(names) if at[i] % every == 0]
     body += _feet([(LEFT + at * step, text) for at, text in feet], x_label)
     return _chart(title, body, series, names, x_label, form, note)
 
 
 def bars(
-    title: str, names: Sequence[str], series: Sequence[Series], *, form: Form, what: str = "", note: str = "",
-    hues: bool = True,
-) -> Chart:  # fmt: skip
+    title: str, names: Sequence[str], series: Series, *, form: Form, what: str = "", note: str = "", hues: bool = True,
+) -> Chart | None:  # fmt: skip
     """Horizontal bars with their numbers, the name above; several series lie one below the other.
 
     A single series has a colour per bar, or with `hues` off one colour.
     """
-    most = max((v for one in series for v in one.values if v is not None), default=0.0) or 1.0
-    thick = 8 if len(series) > 1 else 10
+    known, several = _known(series), len(series) > 1
+    if not known:
+        return None
+    most, thick = max(known) or 1.0, 8 if several else 10
     step = ROW_HEIGHT + thick * len(series)
     body = ""
     for i, name in enumerate(names):
         top = i * step
-        if len(series) > 1:  # beside the bars the numbers would lie on each other
-            both = " · ".join("-" if one.values[i] is None else form(one.values[i] or 0.0) for one in series)
-            body += f'<text class="value end" x="{WIDTH}" y="{top + 14}">{escape(both)}</text>'
         body += f'<text class="name" x="0" y="{top + 14}">{escape(_cut(name, 44))}</text>'
-        for number, one in enumerate(series):
-            value = one.values[i]
+        if several:  # beside the bars the numbers would lie on each other
+            all_of = " · ".join(_cell(values[i], form) for values in series.values())
+            body += f'<text class="value end" x="{WIDTH}" y="{top + 14}">{escape(all_of)}</text>'
+        for number, (of, values) in enumerate(series.items()):
+            value, y = values[i], top + 20 + number * thick
             if value is None:
                 continue
-            y = top + 20 + number * thick
-            width = max((WIDTH - (80 if len(series) == 1 else 0)) * value / most, 1.0)
-            told = f"{name}: {form(value)}" + (f" {one.name}" if len(series) > 1 else "")
+            width = max((WIDTH - (0 if several else 80)) * value / most, 1.0)
+            colour = i if hues and not several else number
             body += (
-                f'<rect class="fill c{(i if len(series) == 1 and hues else number) % 6}" x="0" y="{y}" width="{width:.1f}" '
-                f'height="{thick - 1}"><title>{escape(told)}</title></rect>'
+                f'<rect class="fill c{colour % 6}" x="0" y="{y}" width="{width:.1f}" height="{thick - 1}">'
+                f"<title>{escape(f'{name}: {form(value)}' + f' {of}' * several)}</title></rect>"
             )
-            if len(series) == 1:
+            if not several:
                 body += f'<text class="value" x="{width + 6:.1f}" y="{y + thick - 1}">{escape(form(value))}</text>'
-    return _chart(title, body, series, names, what, form, note, height=max(1, len(names)) * step + 4)
+    return _chart(title, body, series, names, what, form, note, height=len(names) * step + 4)
 
 
 def ticks(low: float, high: float, *, count: int = 5, whole: bool = False) -> list[float]:
@@ -187,21 +181,25 @@ def _feet(marks: Sequence[tuple[float, str]], label: str) -> str:
 
 
 def _chart(
-    title: str, body: str, series: Sequence[Series], names: Sequence[str], what: str, form: Form, note: str,
+    title: str, body: str, series: Series, names: Sequence[str], what: str, form: Form, note: str,
     *, height: float = HEIGHT,
 ) -> Chart:  # fmt: skip
-    rows = [
-        (name, *("-" if one.values[i] is None else form(one.values[i] or 0.0) for one in series))
-        for i, name in enumerate(names)
-    ]
-    told = ", ".join(one.name for one in series)
+    rows = [(name, *(_cell(values[i], form) for values in series.values())) for i, name in enumerate(names)]
+    told = ", ".join(series) + (f" by {what}" if what else "")
     drawn = (
         f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img"><title>{escape(title)}</title>'
-        f"<desc>{escape(f'{told} by {what}.' if what else told)} The numbers are in the table below.</desc>{body}</svg>"
+        f"<desc>{escape(told)}. The numbers are in the table below.</desc>{body}</svg>"
     )
-    legend = tuple(one.name for one in series) if len(series) > 1 else ()
-    head = (what, *(one.name for one in series))
-    return Chart(title=title, svg=drawn, legend=legend, head=head, rows=tuple(rows), note=note)
+    legend = tuple(series) if len(series) > 1 else ()
+    return Chart(title=title, svg=drawn, legend=legend, head=(what, *series), rows=tuple(rows), note=note)
+
+
+def _known(series: Series) -> list[float]:
+    return [value for values in series.values() for value in values if value is not None]
+
+
+def _cell(value: float | None, form: Form) -> str:
+    return "-" if value is None else form(value)
 
 
 def _cut(text: str, most: int) -> str:

@@ -146,6 +146,7 @@ def _doubts(stories: Sequence[Story]) -> list[str]:
 # ---------------------------------------------------------------- in words
 
 
+SECONDS_NOTE = "Seconds can be compared only between runs on the same machine; evaluation is not included."
 HEAD = ("run", "seed", "select", "result", "best", "visits", "of all", "seconds", "overhead")
 
 
@@ -160,14 +161,17 @@ def rows(comparison: Comparison) -> list[tuple[str, ...]]:
     ]  # fmt: skip
 
 
+def said_of(comparison: Comparison) -> list[str]:
+    """What every arm did against the first one: result, visits and seconds, and what is not significant."""
+    said = [" ".join(sentences(one)) for one in comparison.differences]
+    return said or ["All runs have the same settings except for the seed, so there is nothing to compare."]
+
+
 def sentences(difference: Difference) -> list[str]:
-    """What an arm did against the first one: result, visits and seconds, and what is not significant."""
-    one, other = difference.arm, difference.against
+    both = f"{difference.arm.name} against {difference.against.name}:"
     if difference.seconds is None and difference.metric is None and difference.visits is None:
-        return [
-            f"{one.name} against {other.name}: they share no seed, or nothing was done, so nothing can be compared."
-        ]
-    parts = [f"{one.name} against {other.name}:", _result(difference)]
+        return [f"{both} they share no seed, or nothing was done, so nothing can be compared."]
+    parts = [both, _result(difference)]
     if difference.visits is not None:
         parts.append(f"{difference.visits.mean:.2f}x the visits.")
     if difference.seconds is not None:

@@ -9,21 +9,27 @@ from __future__ import annotations
 import base64
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from salience._version import __version__
-from salience.errors import MissingExtra, printable
-from salience.events import LeverDecided
-from salience.report import drawings, probed, words
+from salience.errors import ConfigError, MissingExtra, printable
+from salience.events import EventLog, LeverDecided
+from salience.report import drawings, words
 from salience.report.charts import Chart
-from salience.report.compared import HEAD, Comparison, rows, sentences
-from salience.report.story import GROUPS, HARDEST, MEMBERS, SUSPECTS, Story
+from salience.report.compared import HEAD, SECONDS_NOTE, Comparison, rows, said_of
+from salience.report.story import GROUPS, HARDEST, MEMBERS, SUSPECTS, Story, shown
+from salience.report.telling import Log, read_log, tell
 from salience.report.text import metric, sections, verdict
+from salience.report.words import Names
 
 Pictures = Mapping[int, bytes]
 """PNG or JPEG of the samples shown."""
+SampleNames = Sequence[str] | Callable[[int], str] | None
+"""What samples are called: one name per sample, or a function of the id."""
 
 
 def page(story: Story, *, pictures: Pictures | None = None, baseline: Comparison | None = None) -> str:
@@ -35,11 +41,12 @@ def page(story: Story, *, pictures: Pictures | None = None, baseline: Comparison
         said=sections(story),
         tiles=_tiles(story),
         baseline=baseline,
-        compared=[] if baseline is None else [sentences(one) for one in baseline.differences],
+        compared=[] if baseline is None else said_of(baseline),
         head=HEAD,
+        seconds_note=SECONDS_NOTE,
         rows=[] if baseline is None else rows(baseline),
         results=_drawn(drawings.results(story, baseline), *drawings.training(story), drawings.seconds_per_epoch(story)),
-        machine=drawings.machine(story),
+        machine=_drawn(*drawings.machine(story)),
         classes=_drawn(drawings.accuracy_by_class(story), drawings.confused(story)),
         timeline=_drawn(drawings.timeline(story), drawings.work(story)),
         decided=[_decision(one) for one in story.decisions],
@@ -50,8 +57,7 @@ def page(story: Story, *, pictures: Pictures | None = None, baseline: Comparison
             drawings.by_loss(story),
             drawings.class_balance(story),
         ),
-        gradients=_drawn(probed.by_loss(story), probed.by_layer(story)),
-        learnt=probed.sentence(story),
+        gradients=_drawn(drawings.near_zero_by_loss(story), drawings.near_zero_by_layer(story)),
         dropped=drawings.dropped(story),
         reasons=_reasons(story),
         bytes=drawings.bytes_sent(story),
@@ -70,16 +76,51 @@ def _drawn(*charts: Chart | None) -> list[Chart]:
     return [chart for chart in charts if chart is not None]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Rows under a heading."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+
+def sheet(
+    over: str, title: str, *, said: Sequence[str], charts: Sequence[Chart | None] = (), tables: Sequence[Table] = (),
+    notes: Sequence[str] = (),
+) -> str:  # fmt: skip
+    """A page of sentences, charts and tables that is not about one run's log; the sentences are its verdict."""
+    return rendered("sheet.html", over=over, title=title, said=said, charts=_drawn(*charts), tables=tables, notes=notes)
+
+
 def comparison_page(comparison: Comparison) -> str:
     """Several runs side by side."""
-    return rendered(
-        "compare.html",
-        comparison=comparison,
-        compared=[sentences(one) for one in comparison.differences],
-        head=HEAD,
-        rows=rows(comparison),
-        charts=_drawn(drawings.result_over_visits(comparison.arms), *drawings.means(comparison.arms)),
-    )
+    return sheet(
+        "salience compare", " · ".join(arm.name for arm in comparison.arms), said=said_of(comparison), notes=comparison.notes,
+        charts=[drawings.result_over_visits(comparison.arms), *drawings.means(comparison.arms)],
+        tables=[Table(title="Run by run", head=HEAD, rows=rows(comparison), note=SECONDS_NOTE)],
+    )  # fmt: skip
+
+
+def live_page(events: EventLog, *, name: str, names: SampleNames = None, classes: Names = None) -> str:
+    """The page of a run in progress: from its log where it has one, else the last events in memory."""
+    path = events.path
+    log = Log(events=tuple(events.recent)) if path is None or not path.exists() else read_log(path)
+    story = tell(log, name=name, classes=classes)
+    if names is None:
+        return page(story)
+    find = names if callable(names) else names.__getitem__
+    try:
+        return page(replace(story, files={i: str(find(i)) for i in shown(story)}))
+    except (IndexError, KeyError) as cause:
+        raise ConfigError(f"names has no name for a sample of this run ({cause}); give one per sample.") from cause
+
+
+def framed(text: str) -> str:
+    """A page inside another one, such as a notebook, whose styles it neither takes nor changes."""
+    frame = "width:100%;height:40rem;border:1px solid #8884;border-radius:8px"
+    return f'<iframe sandbox srcdoc="{escape(text)}" style="{frame}" title="salience report"></iframe>'
 
 
 def data_uri(picture: bytes) -> str:

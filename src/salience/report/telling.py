@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from salience._version import __version__
 from salience.curves import Shorter, shorter
+from salience.errors import StateError
 from salience.events import (
     BottleneckFound,
     Evaluated,
     Event,
-    EventData,
+    Fault,
     FeedCounted,
     Findings,
     GradientsProbed,
@@ -29,12 +31,43 @@ from salience.events import (
     WindowClosed,
     WindowPlanned,
     encode,
+    scan,
 )
-from salience.report.log import Log
 from salience.report.story import Result, Story, Window
 from salience.report.words import count
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Log:
+    """The events of one log, and the lines that are none."""
+
+    events: tuple[Event, ...]
+    faults: tuple[Fault, ...] = ()
+    cut: bool = False
+    """True if the last line is torn, as by a crash."""
+
+
+def read_log(path: Path) -> Log:
+    """All events of a log that can be read; `events.read` stops at newer ones. Without any: an error that says what to do."""
+    try:
+        lines = list(scan(path))
+        whole = path.read_bytes().endswith(b"\n")
+    except FileNotFoundError as cause:
+        raise StateError(f"There is no event log at {str(path)!r}; a run writes one when given log=.") from cause
+    except OSError as cause:
+        raise StateError(f"The event log {str(path)!r} cannot be read: {cause.strerror}.") from cause
+    events = tuple(line for line in lines if isinstance(line, Event))
+    faults = tuple(line for line in lines if isinstance(line, Fault))
+    if not events:
+        why = "is empty: the run has not begun, or its log is another file"
+        if any(one.why == "newer" for one in faults):
+            why = "was written by a newer salience; upgrade salience to read it"
+        elif faults:
+            why = "is not an event log of salience; name the run's folder, or the file given as log="
+        raise StateError(f"{str(path)!r} {why}.")
+    return Log(events=events, faults=faults, cut=not whole and isinstance(lines[-1], Fault) and lines[-1].why == "torn")
 
 
 def tell(
@@ -130,14 +163,9 @@ def _added(
     """Counts that grow within a process: the last value of each process, added up."""
     total: Counter[str] = Counter()
     for part in parts:
-        last: list[T] = [data for event in part if isinstance(data := _data(event), kind)][-1:]
-        for one in last:
-            total.update(dict(take(one)))  # pyright: ignore[reportArgumentType]
+        found = [one for one in (event.data for event in part) if isinstance(one, kind)]
+        total.update(dict(take(found[-1])) if found else {})  # pyright: ignore[reportArgumentType]
     return dict(total)
-
-
-def _data(event: Event) -> EventData:
-    return event.data
 
 
 def _feed(data: FeedCounted) -> dict[str, float]:
@@ -170,6 +198,7 @@ def _scored(found: Sequence[SamplesScored]) -> list[str]:
 def _oddities(
     log: Log, runs: Sequence[RunStarted], windows: Sequence[Window], resumed: int, again: int
 ) -> Iterable[str]:
+    torn, newer = (sum(one.why == why for one in log.faults) for why in ("torn", "newer"))
     if not runs:
         yield "The log has no `run` event: its beginning is missing, and with it the settings."
     elif runs[-1].salience not in ("", __version__):
@@ -179,10 +208,10 @@ def _oddities(
         yield "The log is cut off in the middle of a line, as by a crash; everything before that is shown."
     if epochs is not None and done < epochs:
         yield f"The run has not finished: {done} of {epochs} epochs are done."
-    if log.torn > log.cut:
-        yield f"{count(log.torn - log.cut, 'line')} of the log could not be read."
-    if log.newer:
-        yield f"{count(log.newer, 'event')} from a newer salience could not be read; upgrade salience to see everything."
+    if torn > log.cut:
+        yield f"{count(torn - log.cut, 'line')} of the log could not be read."
+    if newer:
+        yield f"{count(newer, 'event')} from a newer salience could not be read; upgrade salience to see everything."
     if resumed:
         yield f"The run was resumed {count(resumed, 'time')}; the seconds of interrupted windows are not counted."
     if again:
@@ -193,9 +222,10 @@ def _oddities(
 
 
 def _left_out(log: Log) -> Iterable[str]:
-    if log.unknown:
-        kinds = ", ".join(f"{number} {kind!r}" for kind, number in sorted(log.unknown.items()))
-        yield f"{count(sum(log.unknown.values()), 'event')} of kinds this report does not know: {kinds}."
-    if log.malformed:
-        number, kinds = sum(log.malformed.values()), ", ".join(sorted(log.malformed))
+    unknown, malformed = (Counter(one.kind for one in log.faults if one.why == why) for why in ("unknown", "malformed"))
+    if unknown:
+        kinds = ", ".join(f"{number} {kind!r}" for kind, number in sorted(unknown.items()))
+        yield f"{count(unknown.total(), 'event')} of kinds this report does not know: {kinds}."
+    if malformed:
+        number, kinds = malformed.total(), ", ".join(sorted(malformed))
         yield f"{count(number, 'event')} with missing or wrong fields {'was' if number == 1 else 'were'} left out: {kinds}."

@@ -114,6 +114,7 @@ def sections(story: Story) -> dict[str, str]:
         "time": _waiting(story),
         "machine": _machine(story),
         "bytes": _bytes(story),
+        "gradients": _gradients(story),
         "stages": _stages(story),
         "suspects": "" if found is None else words.labels(found),
         "copies": "" if found is None else words.near_copies(found),
@@ -218,6 +219,21 @@ def _waiting(story: Story) -> str:
         most = max(work, key=lambda name: work[name])
         text += f" {work[most] / total:.0%} of the workers' time went into {most}."
     return text
+
+
+def _gradients(story: Story) -> str:
+    """What the last probe of gradients says."""
+    if not story.probes:
+        return ""
+    last = story.probes[-1]
+    at = f"At an accuracy of {words.percent(last.accuracy)}"
+    if last.learnt_loss is None:
+        return f"{at} no sample of the probe had nine tenths of its gradient near zero: none is learnt to the end."
+    relative = last.learnt_loss / last.mean_loss if last.mean_loss > 0 else 0.0
+    return (
+        f"{at} nine tenths of the gradient are near zero for samples under a loss of {last.learnt_loss:.3g} "
+        f"({relative:.2g} times the mean): they teach hardly anything."
+    )
 
 
 def _bytes(story: Story) -> str:

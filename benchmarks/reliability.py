@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from salience.report.charts import Chart, Series, lines
+from salience.report.charts import Chart, lines
 
 MIN_SAMPLES = 50
 """Bins with fewer samples say little, and `largest_gap` ignores them."""
@@ -51,12 +51,15 @@ def largest_gap(table: Bins, least: int = MIN_SAMPLES) -> float:
 
 def reliability_chart(table: Bins, *, title: str = "Stated against true", note: str = "") -> Chart:
     """The share of wrong labels over the stated probability, beside the diagonal on which both are equal."""
+    if not table:
+        raise ValueError("The table is empty: nothing was stated.")
     x = [said for said, _, _ in table]
     chart = lines(
-        title, x, [Series(name="truly wrong", values=[true for _, true, _ in table]), Series(name="as stated", values=x)],
+        title, x, {"truly wrong": [true for _, true, _ in table], "as stated": x},
         x_label="stated probability that the label is wrong", form="{:.0%}".format, x_form="{:.0%}".format, least=0.0,
         note=note,
     )  # fmt: skip
+    assert chart is not None
     rows = tuple((f"{said:.0%}", f"{true:.0%}", f"{count:,}") for said, true, count in table)
     return replace(chart, head=("stated", "truly wrong", "labels"), rows=rows)
 
