@@ -60,7 +60,7 @@ def too_much(clock):
         ("scores", short, "one number per sample"),
         ("scores", undocumented, "docstring"),
         ("filters", silent, "reason"),
-        ("samplers", doubling, "drawn twice"),
+        ("samplers", doubling, "sample twice"),
         ("curves", too_much, "allowed"),
     ],
 )

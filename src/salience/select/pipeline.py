@@ -18,7 +18,7 @@ from salience.seeds import PLAN, generator
 from salience.select.batching import Batching, filled, members, trimmed
 from salience.select.drawing import choose_outside
 from salience.select.fetching import Exchange, Rng, Stock, exchange, exchange_note, refresh_set, resident_first
-from salience.select.plugins import Plugin, checked_draw, checked_score, checked_verdict, plugin_of
+from salience.select.plugins import Plugin, plugin_of
 from salience.select.ranks import rank_normalise
 from salience.select.view import NO_REFERENCE, Bools, Candidates, Clock, Draw, Floats, Ids, Reference, View
 from salience.select.weights import loss_weights, scaled_weights
@@ -82,10 +82,7 @@ class Pipeline:
             if clock.window < self.config.scored_for:
                 return 1.0
             clock = replace(clock, window=max(self.config.scored_for, clock.windows // 2), steered=None)
-        share = float(self.curve.call(clock, **self.curve.options))
-        if not 0 < share <= 1:
-            raise ConfigError(f"The curve {self.curve.name!r} gave {share} for window {clock.window}; allowed: (0, 1].")
-        return share
+        return self.curve(clock)
 
     def budget(self, window: int, windows: int, population: int, steered: float | None = None) -> int:
         """Visits the curve grants a window, before they are made whole batches; `steered` is the share of `keep = "auto"`."""
@@ -216,30 +213,17 @@ class Pipeline:
         noise: float | None = None
         notes: list[Note] = []
         for plugin in self.filters:
-            verdict = self._call(
-                plugin, lambda plugin=plugin: checked_verdict(plugin, plugin.call(view, **plugin.options), view.n)
-            )
+            verdict = self._ask(plugin, view)
             if verdict is None:
                 continue
             keep, force = verdict.keep, verdict.force
-            if keep is not None:
-                allowed = keep if allowed is None else allowed & keep
-            if force is not None:
-                forced = force if forced is None else forced | force
-                taught = force if verdict.factor is None else force & (verdict.factor > 0)
-                learnt = taught if learnt is None else learnt | taught
-            if verdict.factor is not None:
-                factor = verdict.factor if factor is None else factor * verdict.factor
-            if verdict.noise is not None:
-                noise = verdict.noise if noise is None or np.isnan(noise) else max(noise, verdict.noise)
-            notes.append(
-                Note(
-                    name=plugin.name,
-                    dropped=0 if keep is None else view.n - int(np.count_nonzero(keep)),
-                    forced=0 if force is None else int(np.count_nonzero(force)),
-                    reason=verdict.reason,
-                )
-            )
+            taught = force if force is None or verdict.factor is None else force & (verdict.factor > 0)
+            allowed, forced = _joined(np.logical_and, allowed, keep), _joined(np.logical_or, forced, force)
+            learnt, factor = _joined(np.logical_or, learnt, taught), _joined(np.multiply, factor, verdict.factor)
+            noise = _joined(np.fmax, noise, verdict.noise)
+            dropped, musts = (0 if mask is None else int(np.count_nonzero(mask)) for mask in (keep, force))
+            dropped = 0 if keep is None else view.n - dropped
+            notes.append(Note(name=plugin.name, dropped=dropped, forced=musts, reason=verdict.reason))
         if allowed is not None and not allowed.any():
             self._warn("The filters left out every sample; none of them is applied in this window.")
             allowed = None
@@ -252,9 +236,7 @@ class Pipeline:
         ranks: list[tuple[float, Floats]] = []
         raw: Floats | None = None
         for plugin in self.scores:
-            score = self._call(
-                plugin, lambda plugin=plugin: checked_score(plugin, plugin.call(view, **plugin.options), view)
-            )
+            score = self._ask(plugin, view)
             if score is None or plugin.weight == 0:
                 continue
             ranks.append((plugin.weight, rank_normalise(score)))
@@ -275,15 +257,8 @@ class Pipeline:
         return rank_normalise(raw), raw
 
     def _draw(
-        self,
-        view: View,
-        sifted: Sifted,
-        importance: Floats,
-        raw: Floats,
-        budget: int,
-        batch: int,
-        rng: np.random.Generator,
-    ) -> tuple[np.ndarray, Floats, bool, Note | None]:
+        self, view: View, sifted: Sifted, importance: Floats, raw: Floats, budget: int, batch: int, rng: Rng
+    ) -> tuple[Ids, Floats, bool, Note | None]:
         """Ids and weights: the forced samples first (the longest waiting, where the budget does not hold all).
 
         True if the weights are those of an unbiased gradient over all samples that may be visited. A sampler that sets its
@@ -305,68 +280,58 @@ class Pipeline:
         budget = min(budget - len(musts), len(ids))
         note = None
         if view.clock.keep >= 1 or (budget >= len(ids) > 0 and not own):
-            draw, temper = Draw(positions=np.arange(len(ids))[:budget]), 1.0
-            inclusion = np.ones(budget, dtype=np.float32)
+            draw = Draw(positions=np.arange(budget), inclusion=np.ones(budget, dtype=np.float32), temper=1.0)
         elif not len(ids) or (budget <= 0 and not own):
-            draw, temper, inclusion = Draw(positions=np.empty(0, dtype=np.int64)), None, None
+            draw = Draw(positions=np.empty(0, dtype=np.int64))
         else:
-            whole = free is None
-            candidates = Candidates(
-                view=view,
-                ids=ids,
-                importance=importance if whole else importance[ids],
-                raw_of_all=raw,
-                noise=sifted.noise,
+            some = importance if free is None else importance[ids]
+            draw = self._sample(
+                Candidates(view=view, ids=ids, importance=some, raw_of_all=raw, noise=sifted.noise), budget, rng
             )
-            draw, temper = self._sample(candidates, budget, rng)
-            inclusion = draw.inclusion
             if own or draw.note:
                 found = draw.note or f"sets its own budget: {len(draw.positions):,} of {len(ids):,}"
                 found += f"; the curve grants {budget:,}" if own else ""
                 note = Note(name=self.sampler.name, dropped=len(ids) - len(draw.positions), forced=0, reason=found)
-        positions = draw.positions
+        positions, inclusion, temper = draw.positions, draw.inclusion, draw.temper
         lacking = min(batch - len(musts) - len(positions), len(ids) - len(positions))
         if own and inclusion is None and lacking > 0:
             taken = np.zeros(len(ids), dtype=bool)
             taken[positions] = True
             positions = np.concatenate((positions, choose_outside(rng, taken, lacking)))
-        drawn = ids[positions]
-        if temper is not None and inclusion is not None:
-            inclusion = np.concatenate((np.ones(len(musts), dtype=np.float32), inclusion))
-        else:
-            inclusion = None
-        chosen = np.concatenate((musts, drawn)) if len(musts) else drawn
-        weights = loss_weights(inclusion, len(chosen), len(ids) + len(musts), 1.0 if temper is None else temper)
-        return chosen, weights, inclusion is not None and temper == 1.0, note
+        chosen = np.concatenate((musts, ids[positions])) if len(musts) else ids[positions]
+        if inclusion is None or temper is None:
+            return chosen, np.ones(len(chosen), dtype=np.float32), False, note
+        inclusion = np.concatenate((np.ones(len(musts), dtype=np.float32), inclusion))
+        weights = loss_weights(inclusion, len(chosen), len(ids) + len(musts), temper)
+        return chosen, weights, temper == 1, note
 
-    def _sample(self, candidates: Candidates, budget: int, rng: np.random.Generator) -> tuple[Draw, float | None]:
-        """What the sampler draws, and the exponent on its weights; None if there are no weights."""
-        plugin = self.sampler
-        draw = self._call(
-            plugin,
-            lambda: checked_draw(plugin, plugin.call(candidates, budget, rng, **plugin.options), candidates, budget),
-        )
-        if draw is not None:
-            return draw, (1.0 if plugin.card.unbiased else None) if draw.temper is None else draw.temper
-        uniform = find("samplers", "uniform")
-        return uniform(candidates, budget, rng), 1.0
+    def _sample(self, candidates: Candidates, budget: int, rng: Rng) -> Draw:
+        """What the sampler draws, with the exponent on its weights; None if there are no weights."""
+        draw = self._ask(self.sampler, candidates, budget, rng)
+        if draw is None:
+            return replace(find("samplers", "uniform")(candidates, budget, rng), temper=1.0)
+        return replace(draw, temper=1.0) if draw.temper is None and self.sampler.card.unbiased else draw
 
-    def _call(self, plugin: Plugin, call: Callable[[], Any]) -> Any:
+    def _ask(self, plugin: Plugin, *given: Any) -> Any:
         """The plug-in's result, or None when it failed: then it is named, switched off, and training goes on."""
         if plugin.key in self.off:
             return None
         try:
-            return call()
+            return plugin(*given)
         except ConfigError:
             raise
         except Exception as cause:
             which, how = f"{plugin.kind[:-1]} {plugin.name!r}", f"{type(cause).__name__}: {cause}"
-            text = f"{which} failed and is switched off for this run: {how}"
             if self._strict:
-                raise PluginError(text.replace(" and is switched off for this run", "")) from cause
+                raise PluginError(f"{which} failed: {how}") from cause
             self.off.add(plugin.key)
-            self._warn(text)
+            self._warn(f"{which} failed and is switched off for this run: {how}")
             return None
+
+
+def _joined(join: Callable[[Any, Any], Any], one: Any, two: Any) -> Any:
+    """Both joined, or the one that is not None."""
+    return two if one is None else one if two is None else join(one, two)
 
 
 def _within(sifted: Sifted, among: range, n: int) -> Sifted:

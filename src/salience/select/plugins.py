@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from salience.config import Use
-from salience.errors import PluginError
+from salience.errors import ConfigError, PluginError
 from salience.ledger import COLUMNS
 from salience.registry import Card, card_of, check_options, find
-from salience.select.view import Candidates, Draw, Floats, Verdict, View
+from salience.select.view import Candidates, Clock, Draw, Floats, Verdict, View
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +30,10 @@ class Plugin:
     def key(self) -> str:
         return f"{self.kind}/{self.name}"
 
+    def __call__(self, *given: Any) -> Any:
+        """What it makes of what its kind is given, or PluginError (of a curve, ConfigError) where that breaks its contract."""
+        return _CHECKS[self.kind](self, self.call(*given, **self.options), *given)
+
 
 def plugin_of(kind: str, used: Use) -> Plugin:
     """The plug-in that a config names; ConfigError if there is none, or it has no such options."""
@@ -38,8 +42,8 @@ def plugin_of(kind: str, used: Use) -> Plugin:
     return Plugin(kind=kind, name=used.label, call=call, options=used.options, weight=used.weight, card=card_of(call))
 
 
-def checked_verdict(plugin: Plugin, verdict: Any, n: int) -> Verdict:
-    """What a filter returned, or PluginError."""
+def _verdict(plugin: Plugin, verdict: Any, view: View) -> Verdict:
+    n = view.n
     if not isinstance(verdict, Verdict):
         raise PluginError(f"it must return a Verdict, not {type(verdict).__name__}")
     for name in ("keep", "force"):
@@ -52,8 +56,7 @@ def checked_verdict(plugin: Plugin, verdict: Any, n: int) -> Verdict:
     return verdict
 
 
-def checked_score(plugin: Plugin, score: Any, view: View) -> Floats:
-    """What a score returned, float32 [n], or PluginError."""
+def _score(plugin: Plugin, score: Any, view: View) -> Floats:
     score, n = np.asarray(score), view.n
     if score.shape != (n,) or score.dtype.kind not in "fiu":
         raise PluginError(f"it returned shape {score.shape} of {score.dtype}; a score is one number per sample, [{n}]")
@@ -63,19 +66,32 @@ def checked_score(plugin: Plugin, score: Any, view: View) -> Floats:
     return score.astype(np.float32, copy=False)
 
 
-def checked_draw(plugin: Plugin, draw: Any, candidates: Candidates, budget: int) -> Draw:
-    """What a sampler returned, or PluginError."""
+def _draw(plugin: Plugin, draw: Any, candidates: Candidates, budget: int, rng: Any) -> Draw:
     if not isinstance(draw, Draw):
         raise PluginError(f"it must return a Draw, not {type(draw).__name__}")
     positions, inclusion = draw.positions, draw.inclusion
     if plugin.card.exact and len(positions) != budget:
-        raise PluginError(f"it drew {len(positions)} samples for a budget of {budget}")
+        raise PluginError(
+            f"it drew {len(positions)} samples for a budget of {budget}; say @card(exact=False) if that is meant"
+        )
     if len(positions) and (positions.min() < 0 or positions.max() >= len(candidates)):
         raise PluginError(f"it drew positions outside 0 to {len(candidates) - 1}")
     taken = np.zeros(len(candidates), dtype=bool)
     taken[positions] = True
     if int(np.count_nonzero(taken)) != len(positions):
         raise PluginError("it drew a sample twice")
-    if inclusion is not None and (inclusion.shape != positions.shape or not (inclusion > 0).all()):
-        raise PluginError("its inclusion probabilities must be above 0, one for each sample drawn")
+    if inclusion is None:
+        if plugin.card.unbiased:
+            raise PluginError("an unbiased sampler states its inclusion probabilities")
+    elif inclusion.shape != positions.shape or not ((inclusion > 0) & (inclusion <= 1 + 1e-6)).all():
+        raise PluginError("its inclusion probabilities must be above 0 and at most 1, one for each sample drawn")
     return draw
+
+
+def _share(plugin: Plugin, share: Any, clock: Clock) -> float:
+    if not 0 < share <= 1:
+        raise ConfigError(f"The curve {plugin.name!r} gave {share} for window {clock.window}; allowed: (0, 1].")
+    return float(share)
+
+
+_CHECKS: dict[str, Callable[..., Any]] = {"filters": _verdict, "scores": _score, "samplers": _draw, "curves": _share}
