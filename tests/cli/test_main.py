@@ -12,8 +12,9 @@ from folders import COMMAND, salience
 
 from salience import __version__
 from salience.cli import COMMANDS, main
-from salience.cli.text import columns, sentence
+from salience.cli.text import sentence
 from salience.errors import BrokenSample, ConfigError
+from salience.report.console import columns
 
 NAMES = ("demo", "train", "feed", "profile", "report", "compare", "pack", "scores", "score", "plugins", "doctor")
 

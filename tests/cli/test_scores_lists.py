@@ -60,23 +60,27 @@ def said(capsys: pytest.CaptureFixture[str], *args: object) -> str:
 
 def test_each_list_has_its_verdict_and_rows_with_files_and_classes(run: Path, capsys: pytest.CaptureFixture[str]):
     out = said(capsys, run, "--suspects", "--copies", "--hard", "--top", 3).splitlines()
-    assert out[0] == "200 of 4,000 labels look wrong (5.0%), about 197 of them rightly; here are the firmest 3:"
-    rows = [line.split(maxsplit=4) for line in out[3:6]]
+    assert out[:2] == [
+        "200 of 4,000 labels look wrong; about 197 of them probably are.",
+        "The 3 most certain:",
+    ]
+    rows = [line.split(maxsplit=4) for line in out[4:7]]
     assert {(row[0], row[2], row[3]) for row in rows} == {
         ("7", "dog", "dog/07.png"), ("30", "cat", "cat/30.png"), ("47", "dog", "dog/47.png"),
     }  # fmt: skip
     first = next(row for row in rows if row[0] == "7")
     assert first[4].startswith("the model says cat with p 0.97; it gave the label at 0 of 10 visits")
-    assert "3 of 4,000 samples (0.1%) are near-copies of others, in 2 groups; here are the largest 2:" in out
+    assert "3 samples could be represented by a near-copy (2 groups)." in out
+    assert "The 2 largest:" in out
     assert any("dog/05.png" in line and "9, 11" in line and "features agree to 0.97" in line for line in out)
     assert any("cat/20.png" in line and "byte-identical" in line for line in out)
-    hardest = out[out.index("3,800 samples have labels that are not suspected; here are the hardest 3:") + 3]
+    hardest = out[out.index("The 3 hardest:") + 3]
     assert "cat/12.png" in hardest
     assert "mean loss 1.2, right at 6 of 10 visits, forgotten 2 times" in hardest
 
 
 def test_rows_are_aligned(run: Path, capsys: pytest.CaptureFixture[str]):
-    table = said(capsys, run, "--suspects", "--top", 3).splitlines()[2:]
+    table = said(capsys, run, "--suspects", "--top", 3).splitlines()[3:]
     assert len({line.index(word) for line, word in zip(table, ("why", *["the model"] * 3), strict=True)}) == 1
 
 

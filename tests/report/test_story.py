@@ -265,7 +265,7 @@ def test_a_profile_before_the_run_belongs_to_it(tmp_path, problem):
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8, 0.97])
 def test_a_log_cut_off_anywhere_is_told_as_far_as_it_goes(selected, tmp_path, share):
     data = (selected / "run.jsonl").read_bytes()
-    (tmp_path / "run.jsonl").write_bytes(data[: int(share * len(data))])
+    (tmp_path / "run.jsonl").write_bytes(data[: data.rindex(b"}", 0, int(share * len(data)))])
     cut, whole = story_of(tmp_path / "run.jsonl"), story_of(selected / "run.jsonl")
     assert any("cut off in the middle of a line" in note for note in cut.notes)
     assert cut.evaluations == whole.evaluations[: len(cut.evaluations)]

@@ -162,7 +162,7 @@ def show(arms: list[DemoArm], train: Glyphs, seconds: float) -> None:
     ]
     say()
     head = ("arm", "accuracy", "sample visits", "seconds", "salience overhead")
-    table("Clean test accuracy and what it cost", head, rows, strong=len(arms) - 1)
+    table("Clean test accuracy and what it cost", head, rows)
     say(f"\n{verdict(*arms)}")
     found = _observed(arms[0], train)
     say(

@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from salience.cli.text import columns
+from salience.cli.opening import kept, write_page
 from salience.errors import ConfigError, StateError
+from salience.events.coding import plain
+from salience.report.charts import Chart, bars, lines
+from salience.report.console import columns, say
+from salience.report.html import Table, sheet
+from salience.report.words import percent
 
 if TYPE_CHECKING:
-    from salience.report.charts import Chart
     from salience.select.agreement import Agreement
     from salience.select.contrast import Contrast
     from salience.select.view import Bools
@@ -30,53 +34,51 @@ NAMES = {
 
 def compare(args: argparse.Namespace) -> int:
     """Is importance a property of the data or of the model? Networks over the same data, pair by pair."""
-    from salience import ledger as ledgers
-    from salience.app.checkpoint import ledger_file
-    from salience.cli.opening import write_page
-    from salience.report.console import say
-    from salience.report.html import Table, sheet
     from salience.select.agreement import agreement
 
     if len(args.ledgers) < 2:
         raise ConfigError("There is one run and nothing to compare it with; name at least two.")
-    loaded = {
-        name: ledgers.load(ledger_file(path)) for name, path in zip(names_of(args.ledgers), args.ledgers, strict=True)
-    }
-    n = next(iter(loaded.values())).n
-    found = agreement(loaded, wrong=wrong_labels(args.wrong, n))
-    said = sentences(found)
+    loaded = dict(zip(names_of(args.ledgers), (kept(path).ledger for path in args.ledgers), strict=True))
+    found = agreement(loaded, wrong=wrong_labels(args.wrong, next(iter(loaded.values())).n))
     if args.json:
-        say(json.dumps(as_table(found, args.top)))
-        return 0
-    pairs = [["", "networks", "rank correlation", "hardest tenth", "suspected by both"]]
-    pairs += [
-        [
-            "", f"{one.a} / {one.b}", f"{one.correlations[found.criteria[0]]:.2f}", f"{one.overlaps[0.1]:.0%}",
+        return _json(as_table(found, args.top))
+    pairs = [
+        (
+            f"{one.a} / {one.b}", f"{one.correlations[found.criteria[0]]:.2f}", f"{one.overlaps[0.1]:.0%}",
             f"{one.suspected[2]:,} of {one.suspected[0]:,} and {one.suspected[1]:,}",
-        ]
+        )
         for one in found.pairs
     ]  # fmt: skip
+    unsteady = zip(found.unsteady[: args.top].tolist(), found.spread[: args.top].tolist(), strict=True)
+    tables = [
+        Table(
+            title="Pair by pair", head=("networks", "rank correlation", "hardest tenth", "suspected by both"), rows=pairs
+        ),
+        Table(
+            title="Hardest to rank", head=("sample", "standard deviation of its rank"),
+            rows=[(str(i), f"{spread:.2f}") for i, spread in unsteady],
+            note="Ranks go from 0 to 1; networks that drew them by lot would have a standard deviation of about 0.29.",
+        ),
+    ]  # fmt: skip
+    return _shown(args, "compare", " · ".join(found.names), sentences(found), tables, drawn(found))
+
+
+def _json(values: Any) -> int:
+    say(json.dumps(plain(values)))
+    return 0
+
+
+def _shown(
+    args: argparse.Namespace, action: str, title: str, said: Sequence[str], tables: Sequence[Table],
+    charts: Sequence[Chart | None],
+) -> int:  # fmt: skip
+    """Sentences and tables in the terminal, and with charts as a page where one is asked for."""
     say("\n".join(said))
-    say(f"\n{columns(pairs)}")
-    rows = [
-        [str(i), f"{s:.2f}"]
-        for i, s in zip(found.unsteady[: args.top].tolist(), found.spread[: args.top].tolist(), strict=True)
-    ]
-    if rows:
-        say("\nHardest to rank (standard deviation of the rank, from 0 to 0.5):")
-        say(columns([["", *row] for row in rows]))
+    for one in tables:
+        if one.rows:
+            say(f"\n{one.title}:\n{columns([one.head, *one.rows], indent='  ')}")
     if args.output:
-        tables = [
-            Table(title="Pair by pair", head=pairs[0][1:], rows=[row[1:] for row in pairs[1:]]),
-            Table(
-                title="Hardest to rank", head=("sample", "standard deviation of its rank"), rows=rows,
-                note="Ranks go from 0 to 1; networks that drew them by lot would have a standard deviation of about 0.29.",
-            ),
-        ]  # fmt: skip
-        write_page(
-            sheet("salience scores compare", " · ".join(found.names), said=said, charts=drawn(found), tables=tables),
-            args.output,
-        )
+        write_page(sheet(f"salience scores {action}", title, said=said, charts=charts, tables=tables), args.output)
         say(f"\nWritten to {args.output}.")
     return 0
 
@@ -108,9 +110,6 @@ def sentences(found: Agreement) -> list[str]:
 
 def drawn(found: Agreement) -> list[Chart | None]:
     """Correlation by criterion, overlap over the share, and correlation by class."""
-    from salience.report.charts import bars, lines
-    from salience.report.words import percent
-
     pairs = found.pairs[:MAX_NETWORKS_DRAWN]
     titles = [f"{one.a} / {one.b}" for one in pairs]
     note = f"The first {len(pairs)} of {len(found.pairs)} pairs." if len(found.pairs) > len(pairs) else ""
@@ -143,64 +142,46 @@ def drawn(found: Agreement) -> list[Chart | None]:
 
 
 def as_table(found: Agreement, top: int) -> dict[str, Any]:
-    """A comparison as plain values."""
+    """A comparison as values for JSON."""
     return {
-        "networks": list(found.names), "samples": found.samples, "verdict": found.verdict,
+        "networks": found.names, "samples": found.samples, "verdict": found.verdict,
         "rank_correlation": round(found.correlation, 4), "overlap_hardest_tenth": round(found.overlap, 4),
-        "suspected": list(found.suspected), "voted": found.voted, "alone": found.alone, "auroc": dict(found.found),
-        "pairs": [
-            {
-                "a": one.a, "b": one.b, "correlations": dict(one.correlations),
-                "overlaps": {str(k): v for k, v in one.overlaps.items()}, "suspected": list(one.suspected),
-                "by_class": {str(k): v for k, v in one.by_class.items()},
-            }
-            for one in found.pairs
+        "suspected": found.suspected, "voted": found.voted, "alone": found.alone, "auroc": found.found,
+        "pairs": found.pairs,
+        "unsteady": [
+            (i, round(spread, 4)) for i, spread in zip(found.unsteady[:top].tolist(), found.spread[:top].tolist(), strict=True)
         ],
-        "unsteady": [[i, round(s, 4)] for i, s in zip(found.unsteady[:top].tolist(), found.spread[:top].tolist(), strict=True)],
     }  # fmt: skip
 
 
 def history(args: argparse.Namespace) -> int:
     """How suspected, hard and easy samples came along, side by side, and what tells the first from the second."""
-    from salience import ledger as ledgers
-    from salience.app.checkpoint import HISTORY, ledger_file
-    from salience.cli.opening import write_page
+    from salience.app.checkpoint import HISTORY
     from salience.ledger import history as histories
-    from salience.report.console import say
-    from salience.report.html import Table, sheet
     from salience.select.contrast import contrast, groups_of
 
     folder = Path(args.ledger)
-    ledger = ledgers.load(ledger_file(folder))
+    ledger = kept(folder).ledger
     file = Path(args.history) if args.history else (folder if folder.is_dir() else folder.parent) / HISTORY
     if not file.exists():
         raise StateError(
             f"There is no {str(file)!r}; `salience train` writes it, and salience.ledger.history.save(loader.history, file)."
         )
-    kept = histories.load(file)
-    if kept.n != ledger.n:
-        raise StateError(f"The history is of {kept.n:,} samples, the ledger of {ledger.n:,}; they must be of one run.")
+    remembered = histories.load(file)
+    if remembered.n != ledger.n:
+        raise StateError(
+            f"The history is of {remembered.n:,} samples, the ledger of {ledger.n:,}; they must be of one run."
+        )
     wrong = wrong_labels(args.wrong, ledger.n)
-    found = contrast(kept, groups_of(ledger, wrong), known=wrong is not None)
-    said = told(found)
-    table = rows_of(found)
+    found = contrast(remembered, groups_of(ledger, wrong), known=wrong is not None)
     if args.json:
-        say(json.dumps({
-            "windows": list(found.windows), "sizes": dict(found.sizes), "known": found.known,
-            "course": {q: {g: _plain(v) for g, v in of.items()} for q, of in found.course.items()},
-            "separation": {q: _plain(v) for q, v in found.separation.items()},
-        }))  # fmt: skip
-        return 0
-    say("\n".join(said))
-    say(f"\n{columns([['', *row] for row in table])}")
-    if args.output:
-        page = sheet(
-            "salience scores history", folder.name, said=said, charts=courses(found),
-            tables=[Table(title="Epoch by epoch", head=table[0], rows=table[1:])],
-        )  # fmt: skip
-        write_page(page, args.output)
-        say(f"\nWritten to {args.output}.")
-    return 0
+        return _json({
+            "windows": found.windows, "sizes": found.sizes, "known": found.known, "course": found.course,
+            "separation": found.separation,
+        })  # fmt: skip
+    head, *rows = rows_of(found)
+    table = Table(title="Epoch by epoch", head=head, rows=rows)
+    return _shown(args, "history", folder.name, told(found), [table], courses(found))
 
 
 def told(found: Contrast) -> list[str]:
@@ -248,8 +229,6 @@ def rows_of(found: Contrast) -> list[list[str]]:
 
 def courses(found: Contrast) -> list[Chart | None]:
     """A chart per quantity with the groups side by side, and one of what separates."""
-    from salience.report.charts import lines
-
     x = [window + 1.0 for window in found.windows]
     titles = {
         "loss": "Mean loss",
@@ -259,12 +238,12 @@ def courses(found: Contrast) -> list[Chart | None]:
     }
     charts = [
         lines(
-            titles[quantity], x, {name: _plain(values) for name, values in of.items()},
+            titles[quantity], x, {name: plain(values) for name, values in of.items()},
             x_label="epoch", form="{:.3g}".format, least=0.0,
         )
         for quantity, of in found.course.items()
     ]  # fmt: skip
-    apart = {name: _plain(values) for name, values in found.separation.items()}
+    apart = {name: plain(values) for name, values in found.separation.items()}
     note = f"AUROC of {found.first} against hard samples: 0.5 tells nothing, 1 and 0 tell everything."
     charts.append(lines("What separates", x, apart, x_label="epoch", form="{:.2f}".format, least=0.0, note=note))
     return charts
@@ -298,7 +277,3 @@ def names_of(paths: Sequence[str]) -> list[str]:
 
 def _cell(value: float, form: str) -> str:
     return format(value, form) if np.isfinite(value) else "-"
-
-
-def _plain(values: Any) -> list[float | None]:
-    return [float(value) if np.isfinite(value) else None for value in values]

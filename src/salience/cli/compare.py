@@ -16,6 +16,7 @@ from typing import Any
 from salience.cli.opening import open_run, run_name, write_page
 from salience.cli.text import subcommand
 from salience.errors import ConfigError
+from salience.report.console import say, table
 
 
 def add(commands: Any) -> None:
@@ -26,7 +27,6 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from salience.report.compared import HEAD, compare, rows, said_of
-    from salience.report.console import say, table
 
     if len({Path(path).resolve() for path in args.paths}) < max(2, len(args.paths)):
         raise ConfigError(f"compare was given {', '.join(args.paths)}; name two or more different runs.")

@@ -13,7 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from salience.cli.text import columns, subcommand
+from salience.cli.text import subcommand
+from salience.report.console import columns, say
 
 
 class Extra(NamedTuple):
@@ -27,7 +28,7 @@ EXTRAS = (
     Extra("obstore", "feed", "data in s3://, gs://, az:// and https://"),
     Extra("xxhash", "feed", "checksums of samples"),
     Extra("redis", "redis", "a cache that several nodes share"),
-    Extra("rich", "cli", "live progress bars and tables; plain lines without it"),
+    Extra("rich", "cli", "live progress bars; plain lines without it"),
     Extra("jinja2", "report", "`salience report` and `compare` as HTML"),
     Extra("psutil", "watch", "how busy processors, memory, disk and network are"),
     Extra("nvidia-ml-py", "watch", "how busy GPUs are"),
@@ -51,7 +52,6 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from salience import __version__
-    from salience.report.console import say
 
     versions = {extra.package: version(extra.package) for extra in EXTRAS}
     rows = [

@@ -14,8 +14,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from salience.cli.text import columns, subcommand
+from salience.cli.text import subcommand
 from salience.errors import ConfigError
+from salience.report.console import columns, say
 
 ACTIONS = ("start", "status", "stop")
 
@@ -35,8 +36,6 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from salience.report.console import say
-
     if args.action != "status" and not args.name:
         raise ConfigError(f"Which feed? Write `salience feed {args.action} NAME`.")
     if args.action == "start":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from salience.cli.text import written
 from salience.errors import ConfigError, StateError
 from salience.events import RunStarted
 from salience.events.coding import plain
@@ -16,6 +17,7 @@ from salience.files import write_text
 if TYPE_CHECKING:
     from salience.ledger import Ledger
     from salience.report.story import Story
+    from salience.select.findings import Groups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,48 +29,71 @@ class Opened:
     settings: Mapping[str, Any]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """What is kept of a run's samples: its ledger and, beside it in the folder, what belongs to it."""
+
+    ledger: Ledger
+    near: Groups | None
+    """Near-copies, where they were looked for."""
+    classes: Sequence[str] | None
+    """Names of the classes."""
+    file: Callable[[int], str] | None
+    """From the id of a sample to the name of its file."""
+
+
+def kept(given: str | Path, folder: Path | None = None) -> Kept:
+    """The ledger at `given`, a folder or the file itself, and what `folder`, else that one, has beside it."""
+    from salience import ledger as ledgers
+    from salience.app import checkpoint
+    from salience.select.findings import load_copies
+
+    folder = folder or (Path(given) if Path(given).is_dir() else None)
+    found = ledgers.load(checkpoint.ledger_file(given))
+    if folder is None:
+        return Kept(ledger=found, near=None, classes=None, file=None)
+    copies = folder / checkpoint.COPIES
+    return Kept(
+        ledger=found, near=load_copies(copies, found.n) if copies.exists() else None,
+        classes=_checkpoint(folder).get("classes"), file=checkpoint.read_names(folder, found.n),
+    )  # fmt: skip
+
+
 def open_run(given: str, *, name: str = "", ledger: str = "", whole: bool = True) -> Opened:
     """The run at `given`, its folder or its event log. Not `whole`: without the ledger and all that hangs on it."""
-    from salience import ledger as ledgers
     from salience.app import checkpoint
     from salience.report.story import shown
     from salience.report.telling import read_log, tell
-    from salience.select.findings import findings, load_copies
+    from salience.select.findings import findings
 
     path = Path(given)
     folder = path if path.is_dir() else path.parent if path.name == checkpoint.LOG else None
     log = read_log(log_file(given))
-    saved = _checkpoint(folder)
-    notes: list[str] = []
-    found = near = file = None
+    saved, notes, known = _checkpoint(folder), list[str](), None
+    at = ledger or (folder if folder is not None and (folder / checkpoint.LEDGER).exists() else None)
     try:
-        if whole and ledger:
-            found = ledgers.load(checkpoint.ledger_file(ledger))
-        elif whole and folder is not None and (folder / checkpoint.LEDGER).exists():
-            found = ledgers.load(folder / checkpoint.LEDGER)
-        if found is not None and folder is not None:
-            near = load_copies(folder / checkpoint.COPIES, found.n) if (folder / checkpoint.COPIES).exists() else None
-            file = checkpoint.read_names(folder, found.n)
+        known = kept(at, folder) if whole and at else None
     except StateError as cause:
         if ledger:
             raise
         notes.append(f"{cause} It was left out.")
     settings: dict[str, Any] = plain(saved.get("config", {}))  # a checkpoint of an older salience may hold passwords
     run = next((event.data for event in reversed(log.events) if isinstance(event.data, RunStarted)), RunStarted())
-    if found is not None and run.population not in (0, found.n):
-        notes.append(f"The ledger is of {found.n:,} samples, the run of {run.population:,}; it was left out.")
-        found = near = file = None
+    if known is not None and run.population not in (0, known.ledger.n):
+        notes.append(f"The ledger is of {known.ledger.n:,} samples, the run of {run.population:,}; it was left out.")
+        known = None
     named = _preset(run.select) if isinstance(run.select, Mapping) else ""
     story = tell(
         log, name=name or run_name(path), settings=settings, classes=saved.get("classes"), preset=named, notes=notes
     )  # fmt: skip
-    told = story.findings is not None and story.findings.visits is not None
-    if found is not None and (ledger or not told):  # a run that finished has told what is in its ledger
+    if known is None:
+        return Opened(story=story, ledger=None, settings=settings)
+    if ledger or story.findings is None or story.findings.visits is None:  # a run that finished has told them
         windows = round(sum(window.done for window in story.windows))
-        story = replace(story, findings=findings(found, near, windows=windows, visits=story.visits))
-    if file is not None:
-        story = replace(story, files={i: file(i) for i in shown(story)})
-    return Opened(story=story, ledger=found, settings=settings)
+        story = replace(story, findings=findings(known.ledger, known.near, windows=windows, visits=story.visits))
+    if known.file is not None:
+        story = replace(story, files={i: known.file(i) for i in shown(story)})
+    return Opened(story=story, ledger=known.ledger, settings=settings)
 
 
 def _preset(select: Mapping[str, Any]) -> str:
@@ -98,10 +123,8 @@ def write_page(text: str, output: str) -> None:
     path = Path(output)
     if path.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"-o {output!r} is to be an HTML file; choose a name that ends in .html.")
-    try:
+    with written(path):
         write_text(path, text)
-    except OSError as cause:
-        raise StateError(f"{output!r} cannot be written: {cause.strerror or cause}; choose another -o.") from cause
 
 
 def _checkpoint(folder: Path | None) -> dict[str, Any]:

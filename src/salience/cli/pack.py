@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from salience.cli.text import subcommand
 from salience.errors import ConfigError, StateError
+from salience.report.console import bars, say
 
 if TYPE_CHECKING:
     from salience.feed import Index
@@ -54,7 +55,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _pack(args: argparse.Namespace, size: int) -> int:
     from salience.feed.pack import PackSettings, pack
-    from salience.report.console import say
 
     folder, out = args.words
     with _shown("pack", "give the same command again to go on: whole shards are kept") as progress:
@@ -68,7 +68,6 @@ def _pack(args: argparse.Namespace, size: int) -> int:
 def _index(shards: Path, checksums: bool, jobs: int) -> int:
     from salience.feed import index as indices
     from salience.feed.tars import index_shards, save
-    from salience.report.console import say
 
     if (shards / indices.FILE).exists():
         raise StateError(
@@ -84,7 +83,6 @@ def _index(shards: Path, checksums: bool, jobs: int) -> int:
 
 def _check(out: Path, jobs: int) -> int:
     from salience.feed.tars import check
-    from salience.report.console import say
 
     with _shown("check", "nothing was changed") as progress:
         index, problems = check(out, jobs=jobs, progress=progress)
@@ -102,7 +100,6 @@ def _check(out: Path, jobs: int) -> int:
 @contextmanager
 def _shown(name: str, interrupted: str) -> Generator[Progress]:
     """A progress bar in bytes; Ctrl-C says what was finished."""
-    from salience.report.console import bars
     from salience.report.words import size
 
     try:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from salience.cli.text import columns, subcommand
+from salience.cli.text import subcommand
+from salience.report.console import columns, say
 
 
 def add(commands: Any) -> None:
@@ -17,7 +18,6 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from salience import registry
-    from salience.report.console import say
 
     rows = [("kind", "name", "from", "what it does")]
     for kind in registry.kinds():

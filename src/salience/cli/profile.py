@@ -26,6 +26,7 @@ from typing import Any
 from salience.cli.text import subcommand
 from salience.errors import ConfigError, DataError
 from salience.files import write_text
+from salience.report.console import say
 
 MAX_FILES_SEARCHED = 1000
 """Python files beside a script that are searched for salience."""
@@ -61,7 +62,6 @@ def run(args: argparse.Namespace) -> int:
     if args.probes < 1:
         raise ConfigError(f"--probes is {args.probes}; it must be at least 1.")
 
-    from salience.report.console import say
     from salience.watch.probe import Enough, Session, profiled, profiling
     from salience.watch.usage import Usage
 

@@ -18,6 +18,7 @@ from typing import Any
 from salience.cli.opening import Opened, open_run, write_page
 from salience.cli.text import subcommand
 from salience.errors import SalienceError
+from salience.report.console import say
 
 
 def add(commands: Any) -> None:
@@ -41,7 +42,6 @@ def run(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from salience.report.compared import against, said_of
-    from salience.report.console import say
     from salience.report.text import sections, verdict
 
     opened = open_run(args.path, ledger=args.ledger)

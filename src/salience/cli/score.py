@@ -17,6 +17,7 @@ from typing import Any
 
 from salience.cli.text import subcommand
 from salience.errors import ConfigError
+from salience.report.console import say
 
 
 def add(commands: Any) -> None:
@@ -38,7 +39,6 @@ def run(args: argparse.Namespace) -> int:
 
     from salience.app import checkpoint
     from salience.app.scoring import Asked, scoring_model
-    from salience.report.console import say
     from salience.signals.remote import answer
 
     path = Path(args.model or Path(args.watch) / checkpoint.LAST)

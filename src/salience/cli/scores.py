@@ -20,20 +20,23 @@ import argparse
 import csv
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from salience.cli.text import columns, subcommand
-from salience.errors import ConfigError, StateError
+from salience.cli.agreeing import compare, history
+from salience.cli.opening import Kept, kept, log_file, open_run
+from salience.cli.text import subcommand, written
+from salience.errors import ConfigError
 from salience.files import atomic, write_text
+from salience.report import words
+from salience.report.console import columns, say
 
 if TYPE_CHECKING:
     import numpy as np
 
     from salience.ledger import Ledger
-    from salience.select.findings import Findings
 
 EXACT_DIGITS = {2: 5, 4: 9}
 """Bytes of a float -> digits that represent it exactly."""
@@ -116,19 +119,12 @@ def list_run(args: argparse.Namespace) -> int:
 
 def find(args: argparse.Namespace, lists: Sequence[str]) -> int:
     """The lists that were asked for, as text, JSON or CSV."""
-    from salience import ledger as ledgers
-    from salience.app import checkpoint
-    from salience.report.console import say
-    from salience.select.findings import findings, load_copies
+    from salience.select.findings import findings
 
-    folder = Path(args.ledger)
-    found = ledgers.load(checkpoint.ledger_file(folder))
-    near = load_copies(folder / checkpoint.COPIES, found.n) if (folder / checkpoint.COPIES).exists() else None
-    names = _class_names(folder)
-    file = checkpoint.read_names(folder, found.n) if folder.is_dir() else None
-    said = findings(found, near, top=args.top or None, names=names)
-    rows = {name: _rows(getattr(said, name), names, file) for name in lists}
-    verdicts = {name: VERDICTS[name](said) for name in lists}
+    known = kept(args.ledger)
+    said = findings(known.ledger, known.near, top=args.top or None, names=known.classes)
+    rows = {name: _rows(getattr(said, name), known) for name in lists}
+    verdicts = {name: SAID[name](said) or NOT_SAID[name] for name in lists}
     if args.output:
         _write_rows(rows, Path(args.output))
     if args.json:
@@ -136,88 +132,56 @@ def find(args: argparse.Namespace, lists: Sequence[str]) -> int:
         say(json.dumps({**counts, **{name: {"verdict": verdicts[name], "rows": rows[name]} for name in lists}}))
         return 0
     for number, name in enumerate(lists):
-        say("\n" * bool(number) + verdicts[name] + _lead(name, len(rows[name]), args.output))
+        say("\n" * bool(number) + verdicts[name])
         if rows[name] and not args.output:
-            say(_table(name, rows[name]))
+            many = f"{len(rows[name]):,} " * (len(rows[name]) > 1)
+            say(f"The {many}{ORDER[name]}:\n\n{_table(name, rows[name])}")
     if args.output:
-        say(f"{sum(map(len, rows.values())):,} rows written to {args.output}.")
+        say(f"{words.count(sum(map(len, rows.values())), 'row')} written to {args.output}.")
     return 0
 
 
-def _suspect_verdict(said: Findings) -> str:
-    if not said.judged:
-        return "No label can be judged: give loader.loss() logits and integer targets."
-    if not said.suspected and said.weak:
-        return f"No label can be judged: {said.weak}. Train longer, or with a larger model."
-    if not said.suspected:
-        return f"None of {said.judged:,} labels looks wrong."
-    share = said.suspected / said.judged
-    text = f"{said.suspected:,} of {said.judged:,} labels look wrong ({share:.1%}), about {said.expected:,.0f} of them rightly"
-    return text if share < 0.5 else f"{text}. That many speak against the model rather than the labels"
-
-
-def _copies_verdict(said: Findings) -> str:
-    if said.groups is None or said.spare is None:
-        return "Near-copies were not looked for in this run."
-    if not said.groups:
-        return f"None of {said.samples:,} samples is a near-copy of another."
-    share = said.spare / said.samples
-    return (
-        f"{said.spare:,} of {said.samples:,} samples ({share:.1%}) are near-copies of others, in {said.groups:,} groups"
-    )
-
-
-def _hard_verdict(said: Findings) -> str:
-    if not said.hard:
-        return "No losses were recorded: call loader.loss(losses, logits, targets) in the training step."
-    return f"{said.samples - said.suspected:,} samples have labels that are not suspected"
-
-
-VERDICTS = {"suspects": _suspect_verdict, "copies": _copies_verdict, "hard": _hard_verdict}
-ORDER = {"suspects": "firmest", "copies": "largest", "hard": "hardest"}
+SAID = {
+    "suspects": words.labels,
+    "copies": words.near_copies,
+    "hard": lambda said: words.hard(said) if said.hard else "",
+}
+NOT_SAID = {
+    "suspects": "No label can be judged: give loader.loss() logits and integer targets.",
+    "copies": "Near-copies were not looked for in this run.",
+    "hard": "No losses were recorded: call loader.loss(losses, logits, targets) in the training step.",
+}
+ORDER = {"suspects": "most certain", "copies": "largest", "hard": "hardest"}
 SURE = {"suspects": "wrong", "copies": "alike", "hard": "right"}
 """What the confidence of each list refers to."""
 
 
-def _lead(name: str, rows: int, written: str | None) -> str:
-    """The end of a verdict that rows follow."""
-    if not rows:
-        return ""
-    return (
-        "."
-        if written
-        else f"; here {'is' if rows == 1 else 'are'} the {ORDER[name]}{'' if rows == 1 else f' {rows:,}'}:\n"
-    )
-
-
-def _rows(found: Sequence[Any], names: Sequence[str] | None, file: Callable[[int], str] | None) -> list[dict[str, Any]]:
+def _rows(found: Sequence[Any], known: Kept) -> list[dict[str, Any]]:
     """Findings as plain rows, with the names of files and classes where they are known."""
     rows: list[dict[str, Any]] = []
     for row in map(asdict, found):
         for key in ("label", "guess"):
-            if names is not None and 0 <= row.get(key, -1) < len(names):
-                row[f"{key}_name"] = names[row[key]]
-        if file is not None:
-            row["file"] = file(row["id"])
+            if 0 <= row.get(key, -1) < len(known.classes or ()):
+                row[f"{key}_name"] = (known.classes or ())[row[key]]
+        if known.file is not None:
+            row["file"] = known.file(row["id"])
             if "members" in row:
-                row["member_files"] = [file(i) for i in row["members"]]
+                row["member_files"] = [known.file(i) for i in row["members"]]
         rows.append(row)
     return rows
 
 
 def _table(name: str, rows: Sequence[dict[str, Any]]) -> str:
-    """Rows for people: aligned columns, with the file and the reason last."""
+    """Rows for people, with the file and the reason last."""
     has_file = "file" in rows[0]
-    width = max(len("sample"), *(len(str(row["id"])) for row in rows))
-    what = "copies" if name == "copies" else "labelled"
-    lines = [["", f"{'sample':>{width}}", SURE[name], what, *(["file"] if has_file else []), "why"]]
+    lines = [
+        ["sample", SURE[name], "copies" if name == "copies" else "labelled", *(["file"] if has_file else []), "why"]
+    ]
     for row in rows:
         sure = "-" if row["confidence"] is None else f"{row['confidence']:.0%}"
         cell = _members(row) if name == "copies" else str(row.get("label_name", row["label"]))
-        lines.append(
-            ["", f"{row['id']:>{width}}", f"{sure:>5}", cell, *([row["file"]] if has_file else []), row["reason"]]
-        )
-    return columns(lines)
+        lines.append([str(row["id"]), sure, cell, *([row["file"]] if has_file else []), row["reason"]])
+    return columns(lines, right=(0, 1), indent="  ")
 
 
 def _members(row: dict[str, Any]) -> str:
@@ -235,43 +199,34 @@ def _write_rows(rows: dict[str, list[dict[str, Any]]], path: Path) -> None:
         for row in found:
             plain = {k: " ".join(map(str, v)) if isinstance(v, (list, tuple)) else v for k, v in row.items()}
             writer.writerow({"list": name, **plain})
-    try:
+    with written(path):
         write_text(path, text.getvalue())
-    except OSError as cause:
-        raise _cannot_write(path, cause) from cause
 
 
 def show(args: argparse.Namespace) -> int:
     """Say what a run learnt about its samples."""
-    from salience import ledger as ledgers
-    from salience.app.checkpoint import LOG, ledger_file
-    from salience.cli.opening import log_file, open_run
-    from salience.report.console import say
+    from salience.app.checkpoint import LOG
     from salience.report.text import render
     from salience.select import preset
     from salience.select.summary import summarise
 
-    found = ledgers.load(ledger_file(args.ledger))
+    known = kept(args.ledger)
     told: dict[str, Any] = {}
-    windows = max(1, int(found.last_seen.max()) + 1)
+    windows = max(1, int(known.ledger.last_seen.max()) + 1)
     if log_file(args.ledger).name == LOG and log_file(args.ledger).exists():
         story = open_run(args.ledger, whole=False).story
         windows = story.epochs
         told["evaluations"] = [(one.progress, one.metric) for one in story.evaluations]
         if story.selects and args.epochs <= 0:
             told["selected"] = (sum(window.finished for window in story.windows), story.visits)
-    summary = summarise(found, preset("default"), windows=args.epochs if args.epochs > 0 else windows, **told)
-    say(render(summary, names=_class_names(Path(args.ledger))))
+    summary = summarise(known.ledger, preset("default"), windows=args.epochs if args.epochs > 0 else windows, **told)
+    say(render(summary, names=known.classes))
     return 0
 
 
 def export(args: argparse.Namespace) -> int:
     """Write a ledger as CSV: the sample's id and every column."""
-    from salience import ledger as ledgers
-    from salience.app.checkpoint import ledger_file
-    from salience.report.console import say
-
-    found = ledgers.load(ledger_file(args.ledger))
+    found = kept(args.ledger).ledger
     write_csv(found, Path(args.output))
     say(f"{found.n:,} samples written to {args.output}.")
     return 0
@@ -281,60 +236,25 @@ def merge(args: argparse.Namespace) -> int:
     """Make one ledger of several over the same data, so that they vote."""
     from salience import ledger as ledgers
     from salience.app.checkpoint import ledger_file
-    from salience.report.console import say
 
     merged = ledgers.merge([ledgers.load(ledger_file(path)) for path in args.ledgers])
-    try:
+    with written(args.output):
         ledgers.save(merged, args.output)
-    except OSError as cause:
-        raise _cannot_write(args.output, cause) from cause
-    say(f"{len(args.ledgers)} ledgers over {merged.n:,} samples merged into {args.output}.")
+    say(f"{words.count(len(args.ledgers), 'ledger')} over {merged.n:,} samples merged into {args.output}.")
     return 0
-
-
-def compare(args: argparse.Namespace) -> int:
-    """Say how far several networks agree on their samples."""
-    from salience.cli import agreeing
-
-    return agreeing.compare(args)
-
-
-def history(args: argparse.Namespace) -> int:
-    """Say how suspected, hard and easy samples came along."""
-    from salience.cli import agreeing
-
-    return agreeing.history(args)
 
 
 def write_csv(found: Ledger, path: Path) -> None:
     """The id and every column, one sample per line; unknown values stay empty. The file appears whole or not at all."""
     columns = {name: found[name] for name in found}
     line = ",".join(["%d", *(_format(column) for column in columns.values())]) + "\n"
-    try:
-        with atomic(path) as file:
-            file.write((",".join(["id", *columns]) + "\n").encode("ascii"))
-            for start in range(0, found.n, CHUNK_ROWS):
-                lists = [column[start : start + CHUNK_ROWS].tolist() for column in columns.values()]
-                rows = zip(range(start, min(start + CHUNK_ROWS, found.n)), *lists, strict=True)
-                file.write("".join([line % row for row in rows]).replace("nan", "").encode("ascii"))
-    except OSError as cause:
-        raise _cannot_write(path, cause) from cause
+    with written(path), atomic(path) as file:
+        file.write((",".join(["id", *columns]) + "\n").encode("ascii"))
+        for start in range(0, found.n, CHUNK_ROWS):
+            lists = [column[start : start + CHUNK_ROWS].tolist() for column in columns.values()]
+            rows = zip(range(start, min(start + CHUNK_ROWS, found.n)), *lists, strict=True)
+            file.write("".join([line % row for row in rows]).replace("nan", "").encode("ascii"))
 
 
 def _format(column: np.ndarray) -> str:
     return f"%.{EXACT_DIGITS[column.itemsize]}g" if column.dtype.kind == "f" else "%d"
-
-
-def _cannot_write(path: str | Path, cause: OSError) -> StateError:
-    return StateError(f"{str(path)!r} cannot be written: {cause.strerror or cause}; choose another -o.")
-
-
-def _class_names(path: Path) -> list[str] | None:
-    """The classes as the run called them, where `path` is its folder."""
-    from salience.app import checkpoint
-
-    try:
-        names: list[str] = checkpoint.read(path / checkpoint.LAST)["classes"]
-    except StateError:
-        return None
-    return names

@@ -1,12 +1,14 @@
-"""Text for the terminal: errors as one sentence, docstrings as help, rows as columns."""
+"""Text of the command line: errors as one sentence, docstrings as help."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from salience.errors import printable
+from salience.errors import StateError, printable
 
 
 def sentence(error: BaseException) -> str:
@@ -34,9 +36,10 @@ def subcommand(commands: Any, name: str, docstring: str | None, run: Any) -> arg
     return made
 
 
-def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of text as left-aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+@contextmanager
+def written(path: str | Path) -> Generator[None]:
+    """What goes wrong with the file named as -o, in a sentence."""
+    try:
+        yield
+    except OSError as cause:
+        raise StateError(f"{str(path)!r} cannot be written: {cause.strerror or cause}; choose another -o.") from cause

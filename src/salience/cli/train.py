@@ -22,6 +22,7 @@ from typing import Any
 from salience.cli.text import subcommand
 from salience.config import TrainConfig, read_toml, train_config
 from salience.errors import MASK, ConfigError
+from salience.report.console import say
 
 HELP = {
     "data": "folder of images (class = directory), .tar/.tar.gz of one, packed shards, or their s3:// or https:// URL",
@@ -81,7 +82,6 @@ def run(args: argparse.Namespace) -> int:
 
     from salience.app import checkpoint  # and with it torch: not before the options are known to make sense
     from salience.app.train import train
-    from salience.report.console import say
 
     saved = None
     if config.resume or checkpoint.restarted(Path(config.out)):

@@ -1,11 +1,11 @@
-"""Progress and tables in the terminal: rich where it is installed and the output is a terminal, plain lines elsewhere."""
+"""Lines, tables and progress in the terminal; progress is drawn by rich where it is installed and the output is a terminal."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -13,6 +13,27 @@ from salience.errors import printable
 
 SECONDS_BETWEEN_UPDATES = 0.5
 """Fewest seconds between two updates."""
+SECONDS_BETWEEN_LINES = 5.0
+"""Fewest seconds between two lines of the same bar, where there is no terminal."""
+
+
+def say(text: str = "") -> None:
+    print(printable(text), flush=True)
+
+
+def columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), indent: str = "") -> str:
+    """Rows of text as aligned columns: those numbered in `right` to the right, the others to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        indent + "  ".join(f"{cell:{'>' if i in right else '<'}{widths[i]}}" for i, cell in enumerate(row)).rstrip()
+        for row in rows
+    )
+
+
+def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table with its title, first column left and the others right."""
+    line = ["-" * max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    say(f"{title}\n{columns([head, line, *rows], right=range(1, len(head)), indent='  ')}")
 
 
 class Bars(Protocol):
@@ -24,16 +45,14 @@ class Bars(Protocol):
 class _PlainBars:
     """A line every few seconds, for logs."""
 
-    def __init__(self, every: float = 5.0) -> None:
-        self._every = every
+    def __init__(self) -> None:
         self._last: dict[str, float] = {}
 
     def update(self, name: str, done: float, total: float, note: str = "") -> None:
         now = time.monotonic()
-        if done < total and now - self._last.get(name, -1e9) < self._every:
-            return
-        self._last[name] = now
-        say(f"{name:<14} {done / max(total, 1e-9):4.0%}  {note}")
+        if done >= total or now - self._last.get(name, -1e9) >= SECONDS_BETWEEN_LINES:
+            self._last[name] = now
+            say(f"{name:<14} {done / max(total, 1e-9):4.0%}  {note}")
 
 
 class _RichBars:
@@ -50,49 +69,20 @@ class _RichBars:
         self._progress.update(self._tasks[name], completed=done, total=total, note=note)
 
 
-def _rich_terminal() -> bool:
-    return sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
-
-
 @contextmanager
 def bars() -> Generator[Bars]:
     """Progress bars while the block runs, redrawn at most twice a second."""
-    if not _rich_terminal():
+    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
         yield _PlainBars()
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (
+    shown = (
         TextColumn("{task.description:<14}"),
         BarColumn(bar_width=32),
         TextColumn("{task.percentage:>3.0f}%"),
         TimeElapsedColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, refresh_per_second=1 / SECONDS_BETWEEN_UPDATES) as progress:
+    with Progress(*shown, refresh_per_second=1 / SECONDS_BETWEEN_UPDATES) as progress:
         yield _RichBars(progress)
-
-
-def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, strong: int | None = None) -> None:
-    """A table, first column left and the others right; row `strong` stands out."""
-    if _rich_terminal():
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.table import Table
-
-        drawn = Table(title=escape(printable(title)), title_justify="left", title_style="bold")
-        for number, name in enumerate(head):
-            drawn.add_column(name, justify="left" if number == 0 else "right")
-        for number, row in enumerate(rows):
-            drawn.add_row(*(escape(printable(cell)) for cell in row), style="bold green" if number == strong else None)
-        Console().print(drawn)
-        return
-    widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
-    say(title)
-    for line in (head, ["-" * w for w in widths], *rows):
-        cells = [f"{c:<{w}}" if i == 0 else f"{c:>{w}}" for i, (c, w) in enumerate(zip(line, widths, strict=True))]
-        say("  " + "  ".join(cells).rstrip())
-
-
-def say(text: str = "") -> None:
-    print(printable(text), flush=True)

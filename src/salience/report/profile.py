@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from salience.events import BottleneckFound
+from salience.report.console import columns
 from salience.report.words import times
 
 
@@ -11,57 +14,64 @@ def rendered(profile: BottleneckFound) -> str:
     costs = profile.costs
     if costs is None:
         return profile.text
-    lines = [profile.text, ""]
     alone = f"the loader alone {_ms(costs.input)}, the loop alone {_ms(costs.compute)}"
-    lines.append(f"One step takes {_ms(costs.step)} (mean of {costs.steps}); {alone}.")
+    said = f"{profile.text}\n\nOne step takes {_ms(costs.step)} (mean of {costs.steps}); {alone}."
     if costs.sync:
-        lines.append(f"Without gradient sync a step would take {_ms(costs.step - costs.sync)}.")
-    lines += ["", f"  {'stage':<24}{'per step':>10}{'share':>8}"]
-    total = sum(costs.work.values())
-    for name, seconds in sorted(costs.work.items(), key=lambda item: -item[1]):
-        where = f"{name} (workers)" if costs.workers else f"{name} (in the loop)"
-        lines.append(f"  {where:<24}{_ms(seconds):>10}{seconds / total if total else 0:>8.0%}")
-    rows = [
-        ("wait", costs.wait),
-        ("copy", costs.copy),
-        ("forward", costs.forward),
-        ("backward + optimizer", costs.backward),
-        *([("gradient sync", costs.sync)] if costs.sync else []),
+        said += f"\nWithout gradient sync a step would take {_ms(costs.step - costs.sync)}."
+    where, total = "workers" if costs.workers else "in the loop", sum(costs.work.values()) or 1.0
+    stages = [
+        (f"{name} ({where})", _ms(seconds), f"{seconds / total:.0%}")
+        for name, seconds in sorted(costs.work.items(), key=lambda item: -item[1])
     ]
-    for name, seconds in rows if costs.copy else [rows[0], *rows[2:]]:
-        lines.append(f"  {name:<24}{_ms(seconds):>10}{seconds / costs.step if costs.step else 0:>8.0%}")
-    lines += ["", f"  {'lever':<24}{'at most':>10}   {'between':<14}"]
-    for found in profile.levers:
-        mark = "" if found.worth else "   not worth trying"
-        kind = "exact" if found.exact else "lossy"
-        between = f"{times(found.low)} and {times(found.high)}"
-        lines.append(f"  {found.name:<24}{times(found.speedup):>10}   {between:<18}{kind}{mark}")
-    if profile.usage:
-        lines.append("")
-        for name in ("cpu", "memory"):
-            values = [getattr(sample, name) for sample in profile.usage]
-            lines.append(f"  {name:<10}{sum(values) / len(values):>6.0%}  {sparkline(values)}")
-        for name in ("disk", "network"):
-            values = [getattr(sample, name) for sample in profile.usage]
-            top = max(values) or 1.0
-            lines.append(
-                f"  {name:<10}{sum(values) / len(values) / 1e6:>6.1f}  {sparkline([v / top for v in values])}  MB/s"
-            )
-        for number in range(len(profile.usage[0].gpu)):
-            values = [sample.gpu[number] for sample in profile.usage]
-            lines.append(f"  gpu {number:<6}{sum(values) / len(values):>6.0%}  {sparkline(values)}")
-    lines += [f"\n{note}" for note in profile.notes]
-    return "\n".join(lines)
+    parts = {
+        "copy": costs.copy,
+        "forward": costs.forward,
+        "backward + optimizer": costs.backward,
+        "gradient sync": costs.sync,
+    }
+    step = costs.step or 1.0
+    loop = {"wait": costs.wait} | {
+        name: seconds for name, seconds in parts.items() if seconds or name not in ("copy", "gradient sync")
+    }
+    stages += [(name, _ms(seconds), f"{seconds / step:.0%}") for name, seconds in loop.items()]
+    levers = [
+        (
+            one.name, times(one.speedup), f"{times(one.low)} and {times(one.high)}", "exact" if one.exact else "lossy",
+            "" if one.worth else "not worth trying",
+        )
+        for one in profile.levers
+    ]  # fmt: skip
+    tables = [
+        columns([("stage", "per step", "share"), *stages], right=(1, 2), indent="  "),
+        columns([("lever", "at most", "between", "", ""), *levers], right=(1,), indent="  "),
+        _machine(profile),
+        *profile.notes,
+    ]
+    return "\n\n".join([said, *filter(None, tables)])
+
+
+def _machine(profile: BottleneckFound) -> str:
+    """How busy the machine was: the mean and the course of every part of it."""
+    used, rows = profile.usage, list[tuple[str, str, str, str]]()
+    if not used:
+        return ""
+    for name in ("cpu", "memory", "disk", "network", *(f"gpu {k}" for k in range(len(used[0].gpu)))):
+        values = [one.gpu[int(name[4:])] if name.startswith("gpu") else getattr(one, name) for one in used]
+        bytes_moved, mean = name in ("disk", "network"), sum(values) / len(values)
+        top = max(values) or 1.0 if bytes_moved else 1.0
+        course = sparkline([value / top for value in values])
+        rows.append(
+            (name, f"{mean / 1e6:.1f}" if bytes_moved else f"{mean:.0%}", course, "MB/s" if bytes_moved else "")
+        )
+    return columns(rows, right=(1,), indent="  ")
 
 
 def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.1f} ms"
 
 
-def sparkline(values: list[float], width: int = 40) -> str:
+def sparkline(values: Sequence[float], width: int = 40) -> str:
     """Shares from 0 to 1 as a line of blocks."""
-    if not values:
-        return ""
     step = max(1, -(-len(values) // width))
     means = [sum(values[k : k + step]) / len(values[k : k + step]) for k in range(0, len(values), step)]
     return "".join(" ▁▂▃▄▅▆▇█"[round(8 * min(1.0, max(0.0, v)))] for v in means)

@@ -8,6 +8,7 @@ from typing import Any
 from salience.curves import Shorter
 from salience.events import build
 from salience.report import words
+from salience.report.console import columns
 from salience.report.story import Story
 from salience.report.words import Names, count
 
@@ -63,12 +64,15 @@ def _classes(summary: Mapping[str, Any], names: Names, shown: int) -> str:
         return ""
     every = summary["class_count"]
     lines = [f"Classes, hardest first{'' if every <= shown else f' ({shown} of {every:,})'}:"]
-    head = ("samples", "mean loss", "accuracy", "of samples", "of visits")
-    lines.append(f"  {'class':<16} {head[0]:>9} {head[1]:>10} {head[2]:>9} {head[3]:>11} {head[4]:>10}")
+    rows = [("class", "samples", "mean loss", "accuracy", "of samples", "of visits")]
     for c in classes[:shown]:
-        accuracy, visits = ("-" if c[key] is None else f"{c[key]:.1%}" for key in ("accuracy", "visits"))
-        line = f"  {_name(c['label'], names):<16} {c['samples']:>9,} {words.loss(c['mean_loss']):>10} {accuracy:>9}"
-        lines.append(f"{line} {c['share']:>11.1%} {visits:>10}")
+        accuracy, share, visits = (
+            "-" if c[key] is None else f"{c[key]:.1%}" for key in ("accuracy", "share", "visits")
+        )
+        rows.append(
+            (_name(c["label"], names), f"{c['samples']:,}", words.loss(c["mean_loss"]), accuracy, share, visits)
+        )
+    lines.append(columns(rows, right=range(1, 6), indent="  "))
     uneven = sorted((c for c in classes if c["reason"]), key=lambda c: c["visits"] / c["share"])
     return "\n".join([*lines, *(f"  {_name(c['label'], names)} was {c['reason']}." for c in uneven[:shown])])
 

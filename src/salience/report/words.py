@@ -172,7 +172,10 @@ def look_wrong(number: int, judged: int | None = None, expected: float | None = 
 def labels(found: Findings) -> str:
     """What can be said of the labels; empty if they were never judged."""
     if found.suspected:
-        return f"{look_wrong(found.suspected, found.judged, found.expected)}."
+        doubt = (
+            " That many speak against the model rather than the labels." if 2 * found.suspected >= found.judged else ""
+        )
+        return f"{look_wrong(found.suspected, found.judged, found.expected)}.{doubt}"
     if found.weak:
         return cannot_judge(found.weak)
     return f"None of {found.judged:,} labels looks wrong." if found.judged else ""
