@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import salience
-from salience.errors import ConfigError, DataError, LossError, Misattributed, StateError
+from salience.errors import ConfigError, DataError, LossError, StateError
 from salience.run.moving import can_be_copied_beside, moved, tensors_of
 
 N = 100
@@ -138,18 +138,55 @@ def test_a_collate_function_that_changes_rows_silently_is_named_at_the_loss(coll
         loader.loss((batch["x"] if isinstance(batch, dict) else batch).float())
 
 
-def test_a_collate_function_that_reorders_silently_is_named_once_classes_contradict():
-    def collate(samples):
-        samples = sorted(samples, key=lambda sample: -sample[0])
-        return torch.tensor([float(x) for x, _ in samples]), torch.tensor([y for _, y in samples], dtype=torch.uint8)
+def by_length(samples):
+    samples.sort(key=lambda sample: -sample[1])  # in place, as for pack_padded_sequence
+    return torch.tensor([x for x, _ in samples]), torch.tensor([y for _, y in samples])
 
-    data = [(i, i % 3) for i in range(20)]
-    loader = salience.Loader(data, 20, epochs=3, collate_fn=collate)
-    with pytest.raises(Misattributed, match="in another order"):
-        for _ in range(3):
-            for x, y in loader:
-                loader.loss(x, targets=y.long())
-            _ = loader.ledger
+
+def by_name(samples):
+    return {"x": torch.stack([s["x"] for s in reversed(samples)]), "of": {"y": [s["y"] for s in reversed(samples)]}}
+
+
+REORDERING = {
+    "sorted": ([(float(i % 7), i % 3) for i in range(N)], by_length),
+    "dicts": ([{"x": torch.tensor([i / 3]), "y": i} for i in range(N)], by_name),
+    "numbers": (range(N), lambda samples: torch.tensor(samples[::-1])),
+    "numpy": (np.arange(N), lambda samples: torch.tensor(np.array(samples)).flip(0)),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("data", "collate"), REORDERING.values(), ids=REORDERING)
+def test_a_collate_function_that_reorders_silently_is_named_at_the_loss(data, collate, workers):
+    loader = salience.Loader(data, 10, collate_fn=collate, num_workers=workers, with_ids=True)
+    ids, _ = next(iter(loader))
+    for given in (None, ids):
+        with pytest.raises(LossError, match=r"in another order.*salience\.Collated"):
+            loader.loss(torch.rand(10), ids=given)
+    for ask in (loader.weights, lambda: loader.pick(torch.rand(10))):
+        with pytest.raises(LossError, match="in another order"):
+            ask()
+
+
+KEEPING = {
+    "its own": lambda samples: (torch.tensor([x for x, _ in samples]), torch.tensor([y for _, y in samples])),
+    "partners beside": lambda samples: (*default_collate(samples), torch.tensor([y for _, y in samples[::-1]])),
+    "another scale": lambda samples: torch.tensor([x / 2 for x, _ in samples][::-1]),
+    "one class": lambda samples: torch.zeros(len(samples)),
+    "words": lambda samples: [str(y) for _, y in samples],
+    "nothing": lambda samples: None,
+    "bfloat16": lambda samples: default_collate(samples)[0].bfloat16(),
+    "said": lambda samples: salience.Collated(default_collate(samples[::-1]), range(len(samples) - 1, -1, -1)),
+}
+
+
+@pytest.mark.parametrize("collate", KEEPING.values(), ids=KEEPING)
+def test_a_collate_function_that_keeps_the_order_or_cannot_be_judged_is_left_alone(collate):
+    data = [(float(i), i % 3) for i in range(N)]
+    loader = salience.Loader(data, 10, collate_fn=collate)
+    for _ in loader:
+        loader.loss(torch.rand(10))
+    assert (loader.ledger.seen == 1).all()
 
 
 # --- devices ---

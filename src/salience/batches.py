@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -17,6 +18,8 @@ from salience.errors import DataError
 from salience.feed.dataset import Samples, SourceDataset
 from salience.treat.dataset import StagedDataset, Treatment
 
+BATCHES_LOOKED_AT = 16
+"""Batches of a collate function that must be in order before it is no longer watched."""
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
@@ -66,6 +69,12 @@ class Collated(NamedTuple):
     batch: Any
     positions: Sequence[int] | npt.NDArray[Any] | Tensor
     """For each row of the batch, the position of its sample in the list that the collate function was given."""
+
+
+class Reordered(NamedTuple):
+    """A batch whose rows are not in the order of the samples, and whose collate function did not say so."""
+
+    batch: Any
 
 
 class Orders:
@@ -164,11 +173,73 @@ class EnvelopeCollate:
         return BatchEnvelope(order.number, order.ids.copy(), batch, prints, order.ticket, work)
 
 
+class WatchedCollate:
+    """The user's collate function. Its first batches are looked at: one that reorders samples without a word is noticed."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate, self._looks = collate, BATCHES_LOOKED_AT
+
+    def __call__(self, samples: Any) -> Any:
+        if not self._looks or not isinstance(samples, list):
+            return self.collate(samples)
+        given = list(cast("list[Any]", samples))  # it may be sorted in place
+        batch = self.collate(samples)
+        in_order = None if isinstance(batch, Collated) else keeps_order(given, batch)
+        self._looks -= in_order is True
+        return Reordered(batch) if in_order is False else batch
+
+
+def keeps_order(samples: list[Any], batch: Any) -> bool | None:
+    """True if a field of the batch has the numbers of its samples in their order, False if it has them in another one alone.
+
+    None where no field has them, or where they are all alike.
+    """
+    found = None
+    for key, column in _fields(batch).items():
+        if not isinstance(column, Tensor) or column.device.type != "cpu" or column.layout != torch.strided:
+            continue
+        given = [] if column.numel() != len(samples) else [_number(_part(sample, key)) for sample in samples]
+        if len(set(given)) < 2 or None in given:
+            continue
+        expected, numbers = torch.tensor(given, dtype=torch.float32), column.detach().reshape(-1).float()
+        if torch.equal(expected, numbers):
+            return True
+        if torch.equal(expected.sort().values, numbers.sort().values):
+            found = False
+    return found
+
+
+def _fields(batch: Any) -> dict[Any, Any]:
+    """The parts of a batch by name or place; what has none is a part by itself."""
+    if isinstance(batch, dict):
+        return dict(
+            dict.items(cast("dict[Any, Any]", batch))
+        )  # what it holds, where a subclass makes values when asked
+    return dict(enumerate(cast("Sequence[Any]", batch))) if isinstance(batch, (tuple, list)) else {None: batch}
+
+
+def _part(sample: Any, key: Any) -> Any:
+    """The part of a sample that has a name or place; None where there is none."""
+    if isinstance(sample, dict):
+        return dict.get(cast("dict[Any, Any]", sample), key)
+    if isinstance(sample, (tuple, list)):
+        return sample[key] if isinstance(key, int) and key < len(cast("Sequence[Any]", sample)) else None
+    return sample if key is None else None
+
+
+def _number(value: Any) -> float | None:
+    if (isinstance(value, Tensor) and value.numel() == 1) or (isinstance(value, np.ndarray) and value.size == 1):
+        value = cast("Any", value).item()
+    return float(value) if isinstance(value, Real) else None
+
+
 def taken_apart(batch: Any, ids: npt.NDArray[np.int64], key: str | None) -> tuple[Any, npt.NDArray[np.int64] | None]:
     """The batch without what says which samples its rows are, and that: positions in `ids`, or None for all of them in order.
 
     A collate function says so by `Collated`; where `key` names the ids of a batch, also by ids of its own under that key.
     """
+    if isinstance(batch, Reordered):
+        batch = batch.batch
     if isinstance(batch, Collated):
         batch, rows = batch.batch, np.asarray(batch.positions, dtype=np.int64)
         wrong = (rows < 0) | (rows >= len(ids))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -361,3 +361,9 @@ class Door:
         """Go on where `state_dict()` was taken: the next iteration delivers the rest of that window."""
         self._run.load_state_dict(state)
         self._iterators.serial += 1
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise StateError(
+            f"A {type(self).__name__} owns a run, its ledger and its worker processes, and cannot be copied or pickled; make "
+            "another one, and carry state_dict() over where it should go on."
+        )

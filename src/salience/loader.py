@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, NoReturn
+from typing import Any, Generic
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from salience.batches import EnvelopeCollate
 from salience.config import SelectConfig
 from salience.decide import Auto
 from salience.door import Door
-from salience.errors import ConfigError, DataError, StateError, did_you_mean
+from salience.errors import ConfigError, DataError, did_you_mean
 from salience.events import EventLog
 from salience.feed.dataset import SourceDataset
 from salience.feed.options import READING_OPTIONS, ReadingOptions
@@ -268,12 +268,6 @@ class Loader(Door, Generic[T]):
             return self._source.option(name)
         raise AttributeError(
             f"A Loader has no attribute {name!r}.{did_you_mean(name, (known for known in dir(type(self)) if known[0] != '_'))}"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise StateError(
-            f"A {type(self).__name__} owns a run, its ledger and its worker processes, and cannot be copied or pickled; make "
-            "another one, and carry state_dict() over where it should go on."
         )
 
 

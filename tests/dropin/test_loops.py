@@ -319,3 +319,7 @@ def test_without_a_generator_a_script_keeps_its_order_by_asking_for_the_global_o
 def test_a_loader_that_cannot_be_copied_says_why(copied):
     with pytest.raises(salience.errors.StateError, match=r"owns a run.*state_dict"):
         copied(salience.Loader(Numbers(), 5))
+    with pytest.raises(salience.errors.StateError, match=r"owns a run.*state_dict"):
+        copied(salience.Selector(20))
+    with pytest.raises(salience.errors.StateError, match=r"call iter\(loader\)"):
+        copied(iter(salience.Loader(Numbers(), 5)))

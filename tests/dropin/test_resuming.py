@@ -153,3 +153,26 @@ def test_workers_may_be_other_in_number_after_a_resume():
     second = salience.Loader(Numbers(), 5, epochs=EPOCHS)
     second.load_state_dict(state)
     assert [*seen, *(listed(batch) for batch in endless(second))] == expected
+
+
+def by_length(loader: Any, first: int = 0) -> Iterator[Any]:
+    """A loop that never runs into the end of an epoch; from batch `first` on."""
+    for done in range(first, EPOCHS * 4):
+        if done == first or done % 4 == 0:
+            it = iter(loader)
+        yield listed(next(it))
+
+
+@pytest.mark.parametrize("stop", [3, 5, 8, 9])
+def test_a_loop_that_stops_at_len_is_resumed_as_one(stop):
+    """Whether the sampler draws once more at the end of an epoch is told by the epoch before."""
+    data = range(20)
+    expected = list(by_length(DataLoader(data, 5, shuffle=True, generator=torch.Generator().manual_seed(0))))
+    first = salience.Loader(data, 5, epochs=EPOCHS)
+    stream = by_length(first)
+    seen = [next(stream) for _ in range(stop)]
+    for _ in range(2):  # one that was resumed and saved at once says the same
+        second = salience.Loader(data, 5, epochs=EPOCHS)
+        second.load_state_dict(saved(first))
+        first = second
+    assert [*seen, *by_length(second, stop)] == expected

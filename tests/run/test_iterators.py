@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import os
+import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -369,3 +373,32 @@ def test_a_trace_of_an_observed_run_has_the_order_that_was_delivered(tmp_path):
     seen = torch.cat([x for x, _ in loader]).tolist()
     assert salience.Trace(tmp_path).read(0).ids.tolist() == seen
     del unused
+
+
+class Slow(Dataset):
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        time.sleep(0.002)
+        return i
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_after_a_worker_was_killed_the_rest_of_the_window_can_be_had(persistent):
+    loader = salience.Loader(Slow(), 10, epochs=2, num_workers=2, persistent_workers=persistent)
+    it, seen = iter(loader), []
+    with pytest.raises(RuntimeError, match="DataLoader worker"):  # torch raises it wherever the main thread is
+        for batch in it:
+            seen += batch.tolist()
+            os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+    for _ in range(2):  # a DataLoader would wait forever
+        with pytest.raises((RuntimeError, StateError), match="worker"):
+            while True:
+                seen += next(it).tolist()
+    loader.load_state_dict(loader.state_dict())
+    with pytest.raises(StateError, match="before load_state_dict"):
+        next(it)
+    seen += [i for batch in loader for i in batch.tolist()]
+    assert sorted(seen) == list(range(len(Slow())))
+    assert len([*loader]) == len(loader)

@@ -83,8 +83,6 @@ class Recorder:
         """True while all targets were those delivered with their batch: then a sample that has two was given both."""
         self.redrawn: int | None = None
         """A sample whose target was drawn anew at its second visit; from then on classes are ignored."""
-        self._entering: list[tuple[Ids, tuple[str, ...], Any]] = []
-        """Ids, names and values of each batch that is entered now."""
         self.without_class = 0
         """Number of visits with a target that names no class."""
 
@@ -221,7 +219,6 @@ class Recorder:
         # Norms and features touch nothing else: behind the others they do not part what can be entered together.
         for run in _alike(sorted(items, key=lambda item: _AFTERWARDS.get(item.names, 0))):
             first, batches = run[0], [ids for item in run for ids in item.ids]
-            self._entering = [(ids, item.names, values) for item in run for ids, values in item.batches()]
             if not first.flags[1]:
                 for item in run:
                     for ids, values in item.batches():
@@ -274,15 +271,6 @@ class Recorder:
             try:
                 self.ledger.check_labels(ids[named], target[named].astype(np.int32))
             except Misattributed:
-                if all(
-                    np.array_equal(np.sort(self.ledger.label[i]), np.sort(given))
-                    for i, given in _targets(self._entering)
-                ):
-                    raise Misattributed(
-                        "Losses were recorded for the wrong samples: every batch has the classes of its samples, in another "
-                        "order. Pass targets in the order of the batch; a collate function that reorders samples must return "
-                        "salience.Collated(batch, positions)."
-                    ) from None
                 if not self._confirmed:
                     raise
                 known = self.ledger.label[ids]
@@ -299,14 +287,8 @@ class Recorder:
         except Misattributed as error:
             trouble, items = error, []
         # Every rank must take part in the exchange even when it has trouble of its own, or the others wait forever.
-        of_all = [
-            *exchange(
-                self._ranks,
-                [(ids, item.names, values.numpy(), item.flags) for item in items for ids, values in item.batches()],
-            )
-        ]
-        self._entering = [(ids, names, values) for ids, names, values, _ in of_all]
-        for ids, names, values, flags in of_all:
+        mine = [(ids, item.names, values.numpy(), item.flags) for item in items for ids, values in item.batches()]
+        for ids, names, values, flags in exchange(self._ranks, mine):
             if self._ranks.leads_node or names == FEATURE_ROWS:
                 try:
                     self._record(ids, names, values, flags)
@@ -384,11 +366,6 @@ def _alike(items: list[_Pending]) -> list[list[_Pending]]:
             runs.append([item])
             size = count
     return runs
-
-
-def _targets(batches: list[tuple[Ids, tuple[str, ...], Any]]) -> list[tuple[Ids, npt.NDArray[Any]]]:
-    """Ids and targets of the batches that have targets."""
-    return [(ids, np.asarray(values[names.index("target")])) for ids, names, values in batches if "target" in names]
 
 
 def _different(run: list[_Pending]) -> bool:

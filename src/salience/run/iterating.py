@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -206,6 +206,9 @@ class BatchIterator(Iterator[Any]):
             if close is not None:
                 close()
             self._iterators.run.watching.steps.pause()
+
+    def __reduce__(self) -> NoReturn:
+        raise StateError("An iterator over a loader cannot be copied or pickled; call iter(loader) for another one.")
 
     def __del__(self) -> None:
         if getattr(self, "_arriving", None) is not None:

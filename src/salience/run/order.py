@@ -52,6 +52,11 @@ class PlainOrder:
         """The order of the epoch in progress."""
         self._put_back: Drawn | None = None
         self._finished = True
+        """True unless an order was drawn whose end no loop has run into."""
+        self.delivered = False
+        """True if every batch of the last epoch was delivered."""
+        self._stops = False
+        """True if the loop stops at an epoch's last batch instead of running into the end, as far as it has shown."""
 
     @property
     def state(self) -> Tensor:
@@ -60,8 +65,11 @@ class PlainOrder:
 
     def draw(self, *, worker_seed: bool) -> npt.NDArray[np.int64]:
         """The next window's order, int64 [n]; `worker_seed` = DataLoader would first draw a seed for its workers."""
+        if self.delivered:
+            self._stops = not self._finished
         drawn, self._put_back = self._put_back, None
-        self.drawn, self._finished = drawn or self._draw(worker_seed), False
+        self.drawn = drawn or self._draw(worker_seed)
+        self._finished = self.delivered = False
         return self.drawn.ids
 
     def put_back(self, drawn: Drawn) -> None:
@@ -119,19 +127,21 @@ class PlainOrder:
         self.drawn = replace(self.drawn, state=self.generator.get_state())
 
     def state_dict(self, *, in_window: bool) -> dict[str, Any]:
-        """Where the generator stands; between two epochs, where it will once the loop runs into the end of the last."""
+        """Where the generator stands; between two epochs, where it will when the next one is drawn."""
         now = self.generator.get_state()
-        if not in_window and not self._finished and self.shuffle and self._own is not None:
+        ends = not self._finished and not self._stops
+        if not in_window and ends and self.shuffle and self._own is not None:
             ahead = torch.Generator()
             ahead.set_state(now)
             torch.randperm(self.n, generator=ahead)
             now = ahead.get_state()
         state = self.state.clone() if in_window else now
-        return {"generator": state, "now": now, "drew_worker_seed": self.drawn.worker_seed}
+        return {"generator": state, "now": now, "drew_worker_seed": self.drawn.worker_seed, "stops": self._stops}
 
     def load_state_dict(self, state: Mapping[str, Any], *, in_window: bool) -> npt.NDArray[np.int64]:
         """Bring the generator to where it stood; inside an epoch, that is after its draws. Returns the epoch's order."""
         self.generator.set_state(state["generator"])
+        self._finished, self.delivered, self._stops = True, False, bool(state.get("stops", False))
         if not in_window:
             return np.empty(0, dtype=np.int64)
         order = self.draw(worker_seed=bool(state["drew_worker_seed"]))

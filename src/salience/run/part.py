@@ -107,6 +107,8 @@ class Batch:
     """The sample of each row."""
     rows: npt.NDArray[np.int64] | None = None
     """Position of each row's sample in the planned batch; None = all of them in order, as a collate function should."""
+    reordered: bool = False
+    """True if its rows are in another order than its samples, and which one is not known."""
     planned: npt.NDArray[np.int64] | None = None
     """Ids as they were planned; None = `ids`."""
     content: Any = None

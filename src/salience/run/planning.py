@@ -169,6 +169,7 @@ class Planning(Part):
 
     def close(self, *, finished: bool) -> None:
         self._in_window, self._piece = False, (self._piece + 1) % self._setup.pieces
+        self.order.delivered = finished
 
     def peek(self, number: int, before: Drawn | None, *, workers: bool) -> Drawn:
         """The order of an iterator that does not count, `before` = the one it drew at iter(); `number` is that of the peek."""

@@ -134,6 +134,11 @@ class Recording(Part):
 
     def batch_of(self, ids: Tensor | None) -> Batch:
         """The batch that `ids` belong to; None = the one delivered last."""
+        if self._now is not None and self._now.reordered:
+            raise LossError(
+                "The collate function returned its samples in another order, so that losses would go to the wrong ones. Have "
+                "it return salience.Collated(batch, positions), with the position of each row's sample."
+            )
         if ids is None:
             if self.batch is None:
                 raise LossError("loss() was called before a batch was delivered; iterate first, or pass ids=.")

@@ -35,6 +35,8 @@ class Visits:
     """Batches that have their loss."""
     rows: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict[int, npt.NDArray[np.int64]])
     """Batch -> positions of its rows among its planned samples, where a collate function changed them."""
+    reordered: bool = False
+    """True once a batch was delivered whose rows are in an order that is not known."""
     stand_ins: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     """Batch -> rows where another sample stands in for a broken one."""
     _latest: deque[int] = field(default_factory=functools.partial(deque[int], maxlen=MAX_BATCHES_AHEAD))
@@ -54,6 +56,7 @@ class Visits:
         self._latest.appendleft(batch.number)
         if batch.rows is not None:
             self.rows[batch.number] = batch.rows
+        self.reordered |= batch.reordered
         if batch.broken:
             at = range(len(batch.ids)) if batch.rows is None else batch.rows.tolist()
             self.stand_ins[batch.number] = [row for row, position in enumerate(at) if position in batch.broken]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from salience.batches import (
     BatchEnvelope,
@@ -18,11 +18,14 @@ from salience.batches import (
     EnvelopeDataset,
     Order,
     Orders,
+    Reordered,
+    WatchedCollate,
     WorkerInit,
     integer_targets,
     taken_apart,
     with_ids_inside,
 )  # fmt: skip
+from salience.errors import StateError
 from salience.feed.dataset import FeedCollate, SourceBatch
 from salience.plan import Shard
 from salience.run.feeding import Feeding
@@ -66,6 +69,8 @@ class WorkerSource:
 
     def _whole_collate(self, collate: Callable[[Any], Any]) -> EnvelopeCollate:
         """The user's collate function with what stages or a Source add to it."""
+        if collate is not default_collate:  # which keeps the order
+            collate = WatchedCollate(collate)
         if self._staging is not None:
             return EnvelopeCollate(TreatCollate(collate, self._staging.treating.stages[-1].label))
         return EnvelopeCollate(collate if self._feeding.source is None else FeedCollate(collate))
@@ -173,6 +178,8 @@ class WorkerSource:
         batch.content, batch.rows = taken_apart(content, ids, self._ids_key)
         if batch.rows is not None:
             batch.ids, batch.planned = ids[batch.rows], ids
+        else:
+            batch.reordered = isinstance(content, Reordered)
         batch.hint = integer_targets(batch.content, len(batch.ids))
         return batch
 
@@ -211,6 +218,8 @@ class Arrivals(Iterator[Batch]):
         """The next batch, on its way to the device."""
         self._trouble: Exception | None = None
         """What went wrong with a batch that comes after others that are here; raised after those."""
+        self._lost = False
+        """True once a worker process has died: torch would wait for its batches forever."""
 
     def __next__(self) -> Batch:
         steps, probe = self._watching.steps, self._watching.probe
@@ -272,7 +281,18 @@ class Arrivals(Iterator[Batch]):
         if self._trouble is not None:
             trouble, self._trouble = self._trouble, None
             raise trouble
-        envelope = None if self._batches is None else next(self._batches, None)
+        if self._lost:
+            raise StateError(
+                "A worker process has died, and its batches with it. To go on with the rest of this window, call "
+                "load_state_dict(state_dict()) and then iter(loader); iter(loader) alone starts the next window."
+            )
+        try:
+            envelope = None if self._batches is None else next(self._batches, None)
+        except RuntimeError as trouble:
+            if str(trouble).startswith("DataLoader worker (pid"):  # torch has no class for it
+                self._lost = True
+                self._source.restart(self._source.num_workers)
+            raise
         if envelope is None:
             return None
         batch = self._source.batch(envelope, self._window)
