@@ -7,7 +7,6 @@ import pytest
 
 from salience.errors import ConfigError, Misattributed, StateError
 from salience.ledger import Ledger, bytes_per_sample, load, merge, save
-from salience.ledger.columns import vote_bytes_per_sample
 from salience.ledger.ledger import LOSS_SMOOTHING, block_bytes
 from salience.memory import Memory
 
@@ -22,8 +21,9 @@ def ids(*values: int) -> np.ndarray:
 
 def test_a_sample_takes_at_most_64_bytes():
     assert bytes_per_sample() <= 64
-    assert Ledger(1000).nbytes == 1000 * (bytes_per_sample() + vote_bytes_per_sample())
-    assert vote_bytes_per_sample() == 24
+    ledger = Ledger(1000)
+    votes = ledger.vote.nbytes + ledger.vote_p.nbytes
+    assert (ledger.nbytes, votes) == (1000 * bytes_per_sample() + votes, 24_000)
 
 
 def test_mean_and_variance_follow_their_formula():

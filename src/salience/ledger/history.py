@@ -78,17 +78,20 @@ class History:
         return {**head, "windows": np.array(self.windows, dtype=np.int64), **columns}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        found = {name: np.asarray(state[name]) for name in ("n", "every", "ids", "windows", *FOLLOWED) if name in state}
-        missing = {"n", "every", "ids", "windows", *FOLLOWED} - set(found)
+        names = ("n", "every", "ids", "windows", *FOLLOWED)
+        missing = [name for name in names if name not in state]
         if missing:
-            raise StateError(f"The saved history lacks {', '.join(sorted(missing))}.")
+            raise StateError(f"The saved history lacks {', '.join(missing)}.")
+        found = {name: np.asarray(state[name]) for name in names}
         n, ids, windows = int(found["n"]), found["ids"], found["windows"]
         fits = (
             ids.ndim == windows.ndim == 1 and ids.dtype.kind == windows.dtype.kind == "i" and int(found["every"]) >= 1
         )
-        fits = fits and (len(ids) == 0 or (ids.min() >= 0 and ids.max() < n)) and bool((np.diff(windows) > 0).all())
-        for name, dtype in FOLLOWED.items():
-            fits = fits and found[name].shape == (len(windows), len(ids)) and found[name].dtype == dtype
+        fits = fits and bool(((ids >= 0) & (ids < n)).all()) and bool((np.diff(windows) > 0).all())
+        fits = fits and all(
+            found[name].shape == (len(windows), len(ids)) and found[name].dtype == dtype
+            for name, dtype in FOLLOWED.items()
+        )
         if not fits:
             raise StateError("The saved history has columns whose types or shapes do not fit each other.")
         self.n, self.ids, self.windows, self._every = n, ids, windows.tolist(), int(found["every"])

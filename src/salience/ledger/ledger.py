@@ -11,15 +11,7 @@ import numpy.typing as npt
 import torch
 
 from salience.errors import ConfigError, Misattributed, StateError
-from salience.ledger.columns import (
-    CLASS_LIMIT,
-    COLUMNS,
-    COUNT_LIMIT,
-    VOTE_DECAY,
-    VOTES,
-    bytes_per_sample,
-    vote_bytes_per_sample,
-)
+from salience.ledger.columns import CLASS_LIMIT, COLUMNS, COUNT_LIMIT, VOTE_COLUMNS, VOTE_DECAY, VOTES, Column
 from salience.ledger.likeliest import strongest
 from salience.ledger.statistics import CLASS_ROWS
 
@@ -27,6 +19,8 @@ Array = npt.NDArray[Any]
 Ids = npt.NDArray[np.int64]
 Rows = Mapping[str, npt.NDArray[np.float32]]
 
+ARRAYS = COLUMNS | VOTE_COLUMNS
+"""Everything a ledger holds, by name."""
 LOSS_SMOOTHING = 0.5
 """Weight of the newest value in exponential means. Visits are few and the model moves fast between them."""
 
@@ -43,19 +37,12 @@ class Ledger:
         block: Any = memory if memory is not None else np.zeros(block_bytes(n), dtype=np.uint8)
         self._columns: dict[str, Array] = {}
         offset = 0
-        for name, column in sorted(COLUMNS.items(), key=lambda item: -np.dtype(item[1].dtype).itemsize):
-            array = np.frombuffer(block, dtype=column.dtype, count=n, offset=offset)
+        for name, column in sorted(ARRAYS.items(), key=lambda item: -np.dtype(item[1].dtype).itemsize):
+            array = np.frombuffer(block, dtype=column.dtype, count=n * column.width, offset=offset)
             offset += array.nbytes
-            self._columns[name] = array
-            if fresh:
+            self._columns[name] = array if column.width == 1 else array.reshape(n, column.width)
+            if fresh and column.first != 0:  # new memory is zero, and handed out only once it is written to
                 array[:] = column.first
-        offset = -(-offset // 4) * 4
-        self.vote: npt.NDArray[np.int32] = np.frombuffer(block, np.int32, n * VOTES, offset).reshape(n, VOTES)
-        """Likeliest classes by the predictions of all visits, averaged, likeliest first, int32 [n, VOTES]."""
-        self.vote_p: npt.NDArray[np.float16] = np.frombuffer(
-            block, np.float16, n * VOTES, offset + self.vote.nbytes
-        ).reshape(n, VOTES)
-        """Their averaged probabilities, float16 [n, VOTES]; 0 = none."""
         self.course: list[tuple[float, float, float, float]] = []
         """How often predictions contradicted labels, one row per window: of all, where surest, how many those are, and the
         share of samples that the window before had left out for their labels."""
@@ -65,9 +52,8 @@ class Ledger:
         if n < self.n:
             raise ConfigError(f"The ledger has {self.n} rows and cannot shrink to {n}.")
         larger = Ledger(n)
-        for name in COLUMNS:
+        for name in ARRAYS:
             larger[name][: self.n] = self[name]
-        larger.vote[: self.n], larger.vote_p[: self.n] = self.vote, self.vote_p
         larger.course = list(self.course)
         return larger
 
@@ -88,7 +74,7 @@ class Ledger:
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in self._columns.values()) + self.vote.nbytes + self.vote_p.nbytes
+        return block_bytes(self.n)
 
     def set_labels(self, labels: npt.ArrayLike) -> None:
         """Set the class of every sample, int [n]."""
@@ -201,52 +187,45 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Array]:
         """A copy of every column, the votes and the course of the run."""
-        votes = {"vote": self.vote.copy(), "vote_p": self.vote_p.copy()} if self.vote_p[:, 0].any() else {}
         course = {"course": np.array(self.course, dtype=np.float64)} if self.course else {}
-        return {**{name: self[name].copy() for name in COLUMNS}, **votes, **course}
+        return {name: self[name].copy() for name in (ARRAYS if self.vote_p[:, 0].any() else COLUMNS)} | course
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a saved state; StateError, and nothing changed, unless every field can have come from a ledger."""
         arrays = {name: np.asarray(state[name]) for name in state}
-        vote, vote_p, course = (arrays.pop(name, None) for name in ("vote", "vote_p", "course"))
-        lengths = {array.shape for array in arrays.values()}
+        course = arrays.pop("course", np.empty((0, 4)))
+        lengths = {array.shape for name, array in arrays.items() if name not in VOTE_COLUMNS}
         if lengths != {(self.n,)}:
             raise StateError(
                 f"The saved ledger has columns of shape {sorted(lengths)}, this data set has {self.n} samples; "
                 "load it with the data set it was made from."
             )
-        for name, column in COLUMNS.items():
+        for name, column in ARRAYS.items():
             if name in arrays:
-                _check_values(name, arrays[name], column.dtype, column.low, column.high)
-        limits = (("vote", self.vote, vote, np.inf), ("vote_p", self.vote_p, vote_p, 1.01))
-        for name, mine, theirs, high in limits:
-            if theirs is not None and theirs.shape != mine.shape:
-                raise StateError(f"The saved ledger has votes of shape {theirs.shape}, wanted {mine.shape}.")
-            if theirs is not None:
-                _check_values(name, theirs, mine.dtype.type, 0, high)
-        if (vote is None) != (vote_p is None):
+                _check_values(name, arrays[name], column, self[name].shape)
+        if ("vote" in arrays) != ("vote_p" in arrays):
             raise StateError("The saved ledger has votes without their probabilities, or these without votes.")
-        if course is not None and (course.ndim != 2 or course.shape[1] != 4 or course.dtype.kind != "f"):
+        if course.ndim != 2 or course.shape[1] != 4 or course.dtype.kind != "f":
             raise StateError(
                 f"The course of the saved ledger is {course.dtype} {course.shape}; it must be four numbers per window."
             )
-        if course is not None and not ((course >= 0) & np.isfinite(course) & (course[:, (0, 1, 0, 3)] <= 1)).all():
+        if not ((course >= 0) & np.isfinite(course) & (course[:, (0, 1, 0, 3)] <= 1)).all():
             raise StateError("The course of the saved ledger has shares that are not from 0 to 1.")
-        for name, column in COLUMNS.items():
+        for name, column in ARRAYS.items():
             self[name][:] = arrays.get(name, np.asarray(column.first))
-        self.vote[:], self.vote_p[:] = (0, 0) if vote is None or vote_p is None else (vote, vote_p)
-        self.course = [] if course is None else [(float(d), float(s), float(m), float(o)) for d, s, m, o in course]
+        self.course = [(d, s, m, o) for d, s, m, o in course.tolist()]
 
 
-def _check_values(name: str, values: Array, dtype: type[np.generic], low: float, high: float) -> None:
-    """Raise StateError unless `values` are numbers that a column of `dtype` can hold, from `low` to `high` (or NaN)."""
-    whole = np.issubdtype(dtype, np.integer)
-    fits = values.dtype.kind in "iu" if whole else values.dtype.kind == "f" and np.can_cast(values.dtype, dtype)
-    if not fits:
-        raise StateError(f"The saved ledger has {name} as {values.dtype}; it must be {np.dtype(dtype)}.")
+def _check_values(name: str, values: Array, column: Column, shape: tuple[int, ...]) -> None:
+    """Raise StateError unless `values` are numbers that the column can hold, within its limits (or NaN)."""
+    if values.shape != shape:
+        raise StateError(f"The saved ledger has {name} of shape {values.shape}, wanted {shape}.")
+    dtype, low, high = np.dtype(column.dtype), column.low, column.high
+    whole = dtype.kind in "iu"
+    if not (values.dtype.kind in "iu" if whole else values.dtype.kind == "f" and np.can_cast(values.dtype, dtype)):
+        raise StateError(f"The saved ledger has {name} as {values.dtype}; it must be {dtype}.")
     if whole:
-        info = np.iinfo(np.dtype(dtype).str)
-        low, high = max(low, info.min), min(high, info.max)
+        low, high = max(low, np.iinfo(dtype).min), min(high, np.iinfo(dtype).max)
     flat = values.ravel()
     least, most = float(np.fmin.reduce(flat)), float(np.fmax.reduce(flat))  # NaN only where there is nothing else
     if least < low or most > high:
@@ -254,8 +233,8 @@ def _check_values(name: str, values: Array, dtype: type[np.generic], low: float,
 
 
 def block_bytes(n: int) -> int:
-    """Bytes of a ledger over `n` samples: the columns and the votes behind them."""
-    return -(-n * bytes_per_sample() // 4) * 4 + n * vote_bytes_per_sample()
+    """Bytes of a ledger over `n` samples."""
+    return n * sum(column.nbytes for column in ARRAYS.values())
 
 
 def averaged_votes(vote: Array, strength: Array, classes: Array, p: Array, decay: Array) -> tuple[Array, Array]:
