@@ -6,9 +6,11 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from salience.errors import ConfigError, did_you_mean
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,55 +197,52 @@ class SelectConfig:
         return replace(self, **changes)
 
 
+def _setting(default: T, text: str) -> T:
+    """A field with what `salience train --help` says of it."""
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """What `salience train` does; each field is a command-line option of the same name."""
 
-    data: str = ""
-    """What a Source takes: a folder (class = directory), a .tar/.tar.gz of one, packed shards, s3://..., https://..."""
-    model: str = "resnet9"
-    """mlp, cnn, resnet9, resnet18, or pkg.module:factory."""
-    epochs: int = 10
-    batch_size: int = 128
-    lr: float = 0.0
-    """Peak learning rate; 0 takes 0.4 * batch_size / 512 (SGD with Nesterov momentum)."""
-    weight_decay: float = 5e-4
-    size: int = 0
-    """Images are resized and cropped to this many pixels; 0 takes the first image's shorter side, at most 224."""
-    select: str = ""
-    """A preset's name or a TOML file; empty observes only."""
-    ledger: str = ""
-    """A ledger (or the folder of a run that has one) to start from: what another run over the same data learnt."""
-    workers: int = 2
-    cache: str = ""
-    """Memory for the bytes of samples, kept and read ahead, e.g. "4GiB"; empty: no cache."""
-    feed: str = ""
-    """Name of a feed that jobs of this machine share; started where it does not run. Empty: this run reads for itself."""
-    treat: str = ""
-    """Which samples are decoded anew: "reuse", "echo" or "auto", as in a Loader; empty decodes every image at every visit."""
-    max_broken: float = 0.01
-    """Share of the images that may be broken; others stand in for them, with loss weight 0."""
-    balance: bool = False
-    """With several ranks: parts of every batch by measured speed."""
-    sync: str = ""
-    """With several ranks: a mode of `salience.sync`, by which gradients travel; empty: plain DDP."""
-    zero: int = 0
-    """With several ranks: what is divided among them: 1 the optimizer's state, 2 gradients too, 3 parameters too; 0 nothing."""
-    remote_scores: bool = False
-    """Have samples that are not visited scored by `salience score`, a process elsewhere that watches `out`."""
-    auto: bool = False
-    """Measure the run and change the number of workers if that makes it faster; training itself does not change."""
-    sinks: str = ""
-    """Where figures go besides the event log, separated by commas: tensorboard:FOLDER, wandb:PROJECT, mlflow:URI."""
-    seed: int = 0
-    device: str = ""
-    """cpu, cuda, cuda:1, ...; empty takes the best there is."""
-    out: str = "runs/train"
-    """Folder for checkpoints, ledger and event log."""
-    resume: bool = False
-    """Go on from the newest whole checkpoint in `out`."""
-    checkpoint_every: int = 0
-    """Batches between checkpoints, besides the one after every epoch; 0 takes none."""
+    data: str = _setting(
+        "", "folder of images (class = directory), .tar/.tar.gz of one, packed shards, or their s3:// or https:// URL"
+    )
+    model: str = _setting("resnet9", "mlp, cnn, resnet9, resnet18, or pkg.module:factory")
+    epochs: int = _setting(10, "passes over the data")
+    batch_size: int = _setting(128, "images per step, over all ranks")
+    lr: float = _setting(0.0, "peak learning rate; 0 takes 0.4 * batch size / 512")
+    weight_decay: float = _setting(0.0005, "weight decay, on weights but not on biases and norms")
+    size: int = _setting(0, "pixels of a side; 0 takes the first image's shorter side, at most 224")
+    select: str = _setting("", "preset or TOML file that says which samples to train on; without it, all")
+    ledger: str = _setting("", "ledger, or folder of a run, to start from what it learnt")
+    workers: int = _setting(2, "processes that decode images")
+    cache: str = _setting("", "memory for the bytes of images, read ahead of the plan (4GiB); without it, none")
+    feed: str = _setting(
+        "", "name of a feed that jobs of this machine share: images are read and decoded once for all of them"
+    )
+    treat: str = _setting("", "which images are decoded anew: reuse, echo or auto; without it, all at every visit")
+    max_broken: float = _setting(0.01, "share of the images that may be broken, others standing in for them")
+    balance: bool = _setting(False, "under torchrun: give each rank the part of every batch that fits its speed")
+    sync: str = _setting(
+        "", "under torchrun: how gradients travel, a mode of salience.sync such as auto, bf16, topk or local"
+    )
+    zero: int = _setting(
+        0, "under torchrun: divide optimizer state (1), gradients too (2), parameters too (3) among ranks; 0 nothing"
+    )
+    remote_scores: bool = _setting(
+        False, "take in what `salience score` finds, a process near the data that watches --out"
+    )
+    auto: bool = _setting(False, "measure the run and keep what makes it faster; training stays what it is")
+    sinks: str = _setting(
+        "", "where figures go as well: tensorboard:FOLDER, wandb:PROJECT, mlflow:URI; commas between several"
+    )
+    seed: int = _setting(0, "same seed, same run")
+    device: str = _setting("", "cpu, cuda, cuda:1, ...; without it, the best there is")
+    out: str = _setting("runs/train", "folder for checkpoints, ledger and event log")
+    resume: bool = _setting(False, "go on from the newest whole checkpoint in --out")
+    checkpoint_every: int = _setting(0, "batches between checkpoints, besides the one after every epoch; 0 takes none")
 
 
 def train_config(table: Mapping[str, Any]) -> TrainConfig:

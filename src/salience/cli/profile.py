@@ -63,9 +63,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--probes is {args.probes}; it must be at least 1.")
 
     from salience.watch.probe import Enough, Session, profiled, profiling
-    from salience.watch.usage import Usage
+    from salience.watch.usage import missing_packages
 
-    with profiling(Session(stop=not args.whole, times=args.probes)) as session, Usage() as usage:
+    with profiling(Session(stop=not args.whole, times=args.probes)) as session:
         try:
             _run_script(args.script, args.arguments) if args.script else _run_train(args)
         except Enough:
@@ -89,7 +89,9 @@ def run(args: argparse.Namespace) -> int:
 
     if int(os.environ.get("RANK") or 0):
         return 0  # under torchrun rank 0 speaks
-    made = profiled(costs, cores=os.cpu_count() or 1, losses=steps.losses, usage=usage.samples, missing=usage.missing)
+    made = profiled(
+        costs, cores=os.cpu_count() or 1, losses=steps.losses, usage=session.usage.taken(), missing=missing_packages()
+    )  # fmt: skip
     say(rendered(made))
     if args.json:
         write_text(args.json, json.dumps(asdict(made), indent=1))

@@ -24,34 +24,6 @@ from salience.config import TrainConfig, read_toml, train_config
 from salience.errors import MASK, ConfigError
 from salience.report.console import say
 
-HELP = {
-    "data": "folder of images (class = directory), .tar/.tar.gz of one, packed shards, or their s3:// or https:// URL",
-    "model": "mlp, cnn, resnet9, resnet18, or pkg.module:factory",
-    "epochs": "passes over the data",
-    "batch_size": "images per step, over all ranks",
-    "lr": "peak learning rate; 0 takes 0.4 * batch size / 512",
-    "weight_decay": "weight decay, on weights but not on biases and norms",
-    "size": "pixels of a side; 0 takes the first image's shorter side, at most 224",
-    "select": "preset or TOML file that says which samples to train on; without it, all",
-    "ledger": "ledger, or folder of a run, to start from what it learnt",
-    "workers": "processes that decode images",
-    "cache": "memory for the bytes of images, read ahead of the plan (4GiB); without it, none",
-    "feed": "name of a feed that jobs of this machine share: images are read and decoded once for all of them",
-    "treat": "which images are decoded anew: reuse, echo or auto; without it, all at every visit",
-    "max_broken": "share of the images that may be broken, others standing in for them",
-    "remote_scores": "take in what `salience score` finds, a process near the data that watches --out",
-    "auto": "measure the run and keep what makes it faster; training stays what it is",
-    "balance": "under torchrun: give each rank the part of every batch that fits its speed",
-    "sync": "under torchrun: how gradients travel, a mode of salience.sync such as auto, bf16, topk or local",
-    "zero": "under torchrun: divide optimizer state (1), gradients too (2), parameters too (3) among ranks; 0 nothing",
-    "sinks": "where figures go as well: tensorboard:FOLDER, wandb:PROJECT, mlflow:URI; commas between several",
-    "seed": "same seed, same run",
-    "device": "cpu, cuda, cuda:1, ...; without it, the best there is",
-    "out": "folder for checkpoints, ledger and event log",
-    "resume": "go on from the newest whole checkpoint in --out",
-    "checkpoint_every": "batches between checkpoints, besides the one after every epoch; 0 takes none",
-}
-
 
 def add(commands: Any) -> None:
     parser = subcommand(commands, "train", __doc__, run)
@@ -61,7 +33,7 @@ def add(commands: Any) -> None:
     )
     for field in fields(TrainConfig):
         assert field.default is not MISSING
-        flag, text = f"--{field.name.replace('_', '-')}", HELP[field.name]
+        flag, text = f"--{field.name.replace('_', '-')}", str(field.metadata["help"])
         if isinstance(field.default, bool):
             parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
             continue

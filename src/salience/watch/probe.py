@@ -17,6 +17,7 @@ import torch
 from salience.events import BottleneckFound, MachineUse, StepCosts
 from salience.watch.model import ceiling, find_bottleneck, levers
 from salience.watch.steps import Step, Steps
+from salience.watch.usage import MAX_SAMPLES_PER_PROFILE, UsageRecord
 
 T = TypeVar("T")
 WARMUP_STEPS = 8
@@ -48,9 +49,13 @@ class Probe:
     done: int = 0
     stops: bool = False
     """Raise Enough when all probes are done and their batches are used."""
+    usage: UsageRecord | None = None
+    """Takes note of how busy the machine is, where somebody wants to know."""
 
     def check(self, steps: Steps) -> None:
-        """Stop the script where everything is measured and the loop calls loss()."""
+        """Look at the machine; stop the script where everything is measured and the loop calls loss()."""
+        if self.usage is not None:
+            self.usage.note()
         last = self.first + self.times * (self.every + self.depth + self.timed)
         if self.stops and self.done >= self.times and steps.count >= last and steps.losses:
             raise Enough
@@ -125,10 +130,12 @@ class Session:
     times: int = 4
     found: list[tuple[Probe, Steps, int]] = field(default_factory=list[tuple[Probe, Steps, int]])
     """Probe, steps and number of workers of each."""
+    usage: UsageRecord = field(default_factory=lambda: UsageRecord(MAX_SAMPLES_PER_PROFILE))
+    """How busy the machine is while they are measured."""
 
     def probe_for(self, steps: Steps, workers: int, ahead: int) -> Probe:
         """A probe for a loader whose workers have up to `ahead` batches ready."""
-        probe = Probe(depth=max(2, ahead + 1), times=self.times, stops=self.stop)
+        probe = Probe(depth=max(2, ahead + 1), times=self.times, stops=self.stop, usage=self.usage)
         self.found.append((probe, steps, workers))
         return probe
 

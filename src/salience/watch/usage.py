@@ -1,11 +1,10 @@
-"""How busy the machine is: CPU, memory, disk, network and GPUs, over a window or while a block runs."""
+"""How busy the machine is: CPU, memory, disk, network and GPUs, over a stretch of a run."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import importlib.util
-import threading
 import time
 from typing import Any
 
@@ -14,6 +13,7 @@ from salience.events import MachineUse
 SECONDS_BETWEEN_SAMPLES = 1.0
 MAX_SAMPLES_PER_WINDOW = 12
 """Samples of a window that are kept in the event log."""
+MAX_SAMPLES_PER_PROFILE = 120
 
 
 class Meter:
@@ -83,31 +83,9 @@ class UsageRecord:
         return tuple(self._samples)
 
 
-class Usage:
-    """Samples the machine while a block runs: `with Usage() as usage: ...`; `usage.samples` is empty without psutil."""
-
-    def __init__(self, every: float = SECONDS_BETWEEN_SAMPLES) -> None:
-        self.samples: list[MachineUse] = []
-        self.missing = [name for name in ("psutil", "pynvml") if importlib.util.find_spec(name) is None]
-        """Packages that are not installed, without which less can be measured."""
-        self._every = every
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="salience-usage", daemon=True)
-
-    def __enter__(self) -> Usage:
-        if "psutil" not in self.missing:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _run(self) -> None:
-        meter = Meter()
-        while not self._over.wait(self._every):
-            self.samples.append(meter.look())
+def missing_packages() -> list[str]:
+    """Packages that are not installed, without which less can be measured."""
+    return [name for name in ("psutil", "pynvml") if importlib.util.find_spec(name) is None]
 
 
 def _counters(psutil: Any) -> tuple[float, float, float, float]:
