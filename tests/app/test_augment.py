@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from salience.app.augment import crop_flip, normalise
+from salience.app.augment import crop_flip
 from salience.errors import ConfigError
 
 
@@ -89,21 +89,3 @@ def test_impossible_crops_are_refused(shape: tuple[int, ...], pad: int, named: s
 def test_impossible_seeds_are_refused(x: torch.Tensor, seeds: int | tuple[int, ...]):
     with pytest.raises(ConfigError, match="seeds"):
         crop_flip(x, seeds)
-
-
-def test_normalise_subtracts_the_mean_and_divides_by_the_spread(x: torch.Tensor):
-    out = normalise(x, (0.1, 0.2, 0.3), (0.5, 1.0, 2.0))
-    expected = torch.stack(
-        [(x[:, c] / 255 - m) / s for c, (m, s) in enumerate(((0.1, 0.5), (0.2, 1.0), (0.3, 2.0)))], 1
-    )
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(normalise(x, 0.5, 0.25), (x / 255 - 0.5) / 0.25)
-
-
-def test_normalise_refuses_what_does_not_fit(x: torch.Tensor):
-    with pytest.raises(ConfigError, match=r"torch\.float32"):
-        normalise(x.float(), 0.5, 0.5)
-    with pytest.raises(ConfigError, match="2 values of mean for 3 channels"):
-        normalise(x, (0.5, 0.5), 0.5)
-    with pytest.raises(ConfigError, match="above 0"):
-        normalise(x, 0.5, 0.0)

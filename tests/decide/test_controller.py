@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 import pytest
 
-from salience.decide.controller import Controller, Replay
+from salience.decide.auto import Auto
+from salience.decide.controller import Controller
 from salience.decide.levers import AvailableLevers, Settings, options, recorded
 from salience.decide.timing import WindowTiming, measure_window
 from salience.errors import ConfigError
 from salience.events import EventLog, LeverDecided, StepCosts
 from salience.select.steering import History
-from salience.watch.steps import Step
+from salience.watch.steps import Step, Steps
 
 WINDOWS = 30
 KEEP = (1.0, 1.0, *[0.4] * 22, *[1.0] * 6)
@@ -262,11 +263,12 @@ def test_a_run_is_replayed_from_its_log(tmp_path):
     log = EventLog(tmp_path / "run.jsonl")
     for window, settings in ((0, Settings(workers=1)), (3, Settings(workers=2, cache=5)), (7, Settings(workers=1))):
         log.emit("settings", window=window, **asdict(settings))
-    replay = Replay(Settings(), recorded(tmp_path))
+    replay, steps = Auto(tmp_path, None, epochs=9), Steps()
+    replay.start(Settings(), 100)
     used = []
     for window in range(9):
-        assert replay.edge(window, None, AvailableLevers()) == []
-        used.append((replay.settings.workers, replay.settings.cache))
+        assert replay.edge(window, steps, AvailableLevers()) == []
+        used.append((replay.controller.settings.workers, replay.controller.settings.cache))
     assert used == [(1, 0)] * 3 + [(2, 5)] * 4 + [(1, 0)] * 2
     (tmp_path / "empty.jsonl").touch()
     for path, said in (("empty.jsonl", "no settings to replay"), ("nowhere.jsonl", "cannot be read")):

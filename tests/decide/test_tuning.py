@@ -107,7 +107,7 @@ def test_settings_are_read_and_changed_by_name():
     [
         ({"sampler.explor": (0.0, 1.0)}, "no option 'explor'"),
         ({"nothing.explore": (0.0, 1.0)}, "no setting"),
-        ({"scores.3.weight": (0.0, 1.0)}, "names no score"),
+        ({"scores.3.weight": (0.0, 1.0)}, "no setting .*number of scores: 1"),
         ({"sampler.explore": (1.0, 0.0)}, "must be lower"),
         ({}, "nothing to tune"),
     ],

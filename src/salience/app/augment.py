@@ -1,4 +1,4 @@
-"""Random crop and flip, and normalisation, of whole batches on the device they are on.
+"""Random crop and flip of whole batches on the device they are on.
 
 The random numbers are always drawn on the CPU, so that a run gives the same batches on every device.
 """
@@ -38,21 +38,6 @@ def crop_flip(
     by_row = rows.to(x.device)[:, None, :, None].expand(shape)
     by_column = columns.to(x.device)[:, None, None, :].expand(shape)
     return x.gather(2, by_row).gather(3, by_column)
-
-
-def normalise(x: Tensor, mean: float | Sequence[float], std: float | Sequence[float]) -> Tensor:
-    """uint8 [B, C, H, W] to float32: (x / 255 - mean) / std, with one mean and std, or one per channel."""
-    if x.dtype != torch.uint8 or x.ndim != 4:
-        raise ConfigError(f"normalise takes uint8 [B, C, H, W], not {x.dtype} of shape {tuple(x.shape)}")
-    by_channel = [
-        torch.tensor(value, dtype=torch.float32, device=x.device).reshape(1, -1, 1, 1) for value in (mean, std)
-    ]
-    for name, value in zip(("mean", "std"), by_channel, strict=True):
-        if value.shape[1] not in (1, x.shape[1]):
-            raise ConfigError(f"{value.shape[1]} values of {name} for {x.shape[1]} channels; give one, or one each")
-    if float(by_channel[1].min()) <= 0:
-        raise ConfigError(f"{std=} must be above 0")
-    return (x.float() / 255 - by_channel[0]) / by_channel[1]
 
 
 def _mirrored(index: Tensor, length: int) -> Tensor:

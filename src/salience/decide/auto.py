@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from salience.decide.controller import Controller, Replay
+from salience.decide.controller import Controller
 from salience.decide.levers import AvailableLevers, Settings, recorded
 from salience.decide.timing import MIN_STEPS, WindowTiming, measure_window
 from salience.errors import ConfigError
@@ -50,7 +50,8 @@ class Auto:
     def start(self, settings: Settings, batches: int, *, decides: bool = True, adopted: bool = False) -> None:
         """Begin; windows have `batches` each. The deciding rank reads the baseline. `adopted`: the cache is a lever."""
         if self._recorded is not None:
-            self.controller = Replay(settings, self._recorded)
+            self.controller = Controller(settings, windows=0, batches=0)
+            self.controller.probing = False
             return
         histories = read_histories(self._baseline) if self._baseline is not None and decides else ()
         self.controller = Controller(
@@ -77,7 +78,11 @@ class Auto:
         self.controller.held += sum(step.held for step in self._steps(steps))
 
     def edge(self, window: int, steps: Steps, available: AvailableLevers) -> list[LeverDecided]:
-        """Between two windows: the decisions of the controller on the last one."""
+        """Between two windows: the decisions of the controller on the last one; a replay does what the earlier run did."""
+        if self._recorded is not None:
+            first = max((one for one in self._recorded if one <= window), default=None)
+            self.controller.settings = self.controller.settings if first is None else self._recorded[first]
+            return []
         return self.controller.edge(window, self._timing(steps), available)
 
     def _timing(self, steps: Steps) -> WindowTiming | None:

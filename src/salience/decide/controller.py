@@ -243,20 +243,6 @@ class Controller:
             self._trial = replace(self._trial, filled=False, on=())
 
 
-class Replay(Controller):
-    """Does what an earlier run did."""
-
-    def __init__(self, start: Settings, recorded: Mapping[int, Settings]) -> None:
-        super().__init__(start, windows=0, batches=0)
-        self._recorded = dict(recorded)
-        self.probing = False
-
-    def edge(self, window: int, timing: WindowTiming | None, available: AvailableLevers) -> list[LeverDecided]:
-        first = max((w for w in self._recorded if w <= window), default=None)
-        self.settings = self.settings if first is None else self._recorded[first]
-        return []
-
-
 def _decided(window: int, option: Option, action: str, reason: str, gain: Gain | None = None) -> LeverDecided:
     return LeverDecided(
         window=window, lever=option.name, action=action, predicted=option.predicted, reason=reason,

@@ -10,6 +10,7 @@ A search always finds something that looks better. What decides is data and seed
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,8 +19,9 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from salience.config import SelectConfig
+from salience.config import SelectConfig, Use
 from salience.errors import ConfigError, MissingExtra, did_you_mean
+from salience.registry import find
 from salience.select import preset
 from salience.stats import t_quantile
 
@@ -236,55 +238,40 @@ def default_space(config: SelectConfig) -> dict[str, Bounds]:
 
 
 def read_setting(config: SelectConfig, name: str) -> float:
-    """What a setting is now; its default where it is not written down."""
-    part, _, option = name.partition(".")
-    if part == "scores":
-        at, _, option = option.partition(".")
-        used = _score(config, name, at)
-        return float(used.weight if option == "weight" else used.options.get(option, np.nan))
-    used = getattr(config, part, None)
-    if part not in ("sampler", "keep") or used is None or not option:
-        raise ConfigError(f"space: there is no setting {name!r}; write sampler.X, keep.X or scores.0.weight.")
-    return float(used.options.get(option, _default_of(config, part, option)))
+    """What a setting is now: its plug-in's default where it is not written down, NaN where that is no number."""
+    used, option, _ = _place(config, name)
+    if option == "weight" and name.startswith("scores."):
+        return used.weight
+    kind = {"sampler": "samplers", "keep": "curves"}.get(name.partition(".")[0], "scores")
+    parameters = inspect.signature(find(kind, used.name)).parameters
+    known = {name: one.default for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY}
+    if option not in known:
+        raise ConfigError(f"space: {used.label!r} of {name!r} has no option {option!r}.{did_you_mean(option, known)}")
+    value = used.options.get(option, known[option])
+    return float(value) if isinstance(value, (int, float)) else np.nan
 
 
 def with_settings(config: SelectConfig, settings: Mapping[str, float]) -> SelectConfig:
     """The selection with these settings in place of its own."""
     for name, value in settings.items():
-        part, _, option = name.partition(".")
-        if part == "scores":
-            at, _, option = option.partition(".")
-            used = _score(config, name, at)
-            new = (
-                replace(used, weight=value)
-                if option == "weight"
-                else replace(used, options={**used.options, option: value})
-            )
-            scores = list(config.scores)
-            scores[int(at)] = new
-            config = replace(config, scores=tuple(scores))
-        else:
-            read_setting(config, name)
-            used = getattr(config, part)
-            config = replace(config, **{part: replace(used, options={**used.options, option: value})})
+        read_setting(config, name)  # a misspelt one is an error
+        used, option, put = _place(config, name)
+        weighs = option == "weight" and name.startswith("scores.")
+        new = {"weight": value} if weighs else {"options": {**used.options, option: value}}
+        config = put(replace(used, **cast("Any", new)))
     return config
 
 
-def _score(config: SelectConfig, name: str, at: str) -> Any:
-    if not at.isdecimal() or int(at) >= len(config.scores):
-        raise ConfigError(f"space: {name!r} names no score; there are {len(config.scores)}, from scores.0 on.")
-    return config.scores[int(at)]
-
-
-def _default_of(config: SelectConfig, part: str, option: str) -> float:
-    """The default of a plug-in's option."""
-    import inspect
-
-    from salience.registry import find
-
-    used = getattr(config, part)
-    parameters = inspect.signature(find("samplers" if part == "sampler" else "curves", used.name)).parameters
-    known = {name: one.default for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY}
-    if option not in known:
-        raise ConfigError(f"space: {part} {used.label!r} has no option {option!r}.{did_you_mean(option, known)}")
-    return float(known[option])
+def _place(config: SelectConfig, name: str) -> tuple[Use, str, Callable[[Use], SelectConfig]]:
+    """The plug-in that has a setting, what the plug-in calls it, and a function that puts another in its place."""
+    part, _, option = name.rpartition(".")
+    if part in ("sampler", "keep"):
+        return getattr(config, part), option, lambda new: replace(config, **cast("Any", {part: new}))
+    at = part.removeprefix("scores.")
+    if at == part or not at.isdecimal() or int(at) >= len(config.scores):
+        raise ConfigError(
+            f"space: there is no setting {name!r}; write sampler.X, keep.X or scores.0.weight (number of scores: "
+            f"{len(config.scores)})."
+        )
+    i, scores = int(at), config.scores
+    return scores[i], option, lambda new: replace(config, scores=(*scores[:i], new, *scores[i + 1 :]))
