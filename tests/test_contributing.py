@@ -13,12 +13,14 @@ FILES = {path: ast.parse(path.read_text()) for path in Path(salience.__file__).p
 
 
 def names() -> set[str]:
-    """Every class, function, method and field of the package: `Ledger`, `finish`, `Ledger.record`."""
+    """Every class, function, constant, method and field of the package: `Ledger`, `finish`, `MODES`, `Ledger.record`."""
     found = set()
     for tree in FILES.values():
         for node in tree.body:
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
                 found.add(node.name)
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
             if isinstance(node, ast.ClassDef):
                 found |= {f"{node.name}.{item.name}" for item in node.body if isinstance(item, ast.FunctionDef)}
                 fields = (item.target for item in node.body if isinstance(item, ast.AnnAssign))

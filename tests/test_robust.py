@@ -10,7 +10,8 @@ import torch.nn.functional as F
 import salience
 from salience.errors import ConfigError
 from salience.ledger import Ledger, Recorder
-from salience.run.robust import early_learning, strength
+from salience.run.losses import early_learning
+from salience.select.weights import robust_strength as strength
 
 
 def test_its_strength_follows_the_estimated_noise():

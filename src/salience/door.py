@@ -19,11 +19,12 @@ from salience.ledger.history import History
 from salience.plan import Plan
 from salience.report.html import SampleNames, framed, live_page
 from salience.report.words import Names
-from salience.run import Run
+from salience.run import Run, telling
 from salience.run.iterating import BatchIterator, BatchSource, Iterators
-from salience.run.labels import Targets
+from salience.run.losses import Targets
 from salience.run.planned import check_epoch
 from salience.run.sensing import MakeScorer
+from salience.run.state import resume, saved
 from salience.signals.ghost import Extent
 from salience.signals.jury import Juror
 from salience.watch import Steps, Stopwatch
@@ -277,8 +278,8 @@ class Door:
     def history(self) -> History:
         """What the ledger said after each window, of up to 5,000 samples; `salience.ledger.history.save` writes it."""
         run = self._run
-        run.remembering.note(run.course.window - 1)
-        return run.remembering.history
+        run.recording.remember(run.course.window - 1)
+        return run.recording.history
 
     @property
     def copies(self) -> Copies | None:
@@ -293,7 +294,7 @@ class Door:
     @property
     def watch(self) -> Stopwatch:
         """Seconds that salience took for itself, by name."""
-        return self._run.watching.watch
+        return self._run.voice.watch
 
     @property
     def steps(self) -> Steps:
@@ -315,7 +316,7 @@ class Door:
         With several ranks every rank must call it; `local=True` is for one alone, and tells what this node's ledger knew when
         the ranks last exchanged their statistics.
         """
-        return self._run.summary(local=local)
+        return telling.summary(self._run, local=local)
 
     def report(
         self, path: str | Path | None = None, *, names: SampleNames = None, classes: Names = None, local: bool = False
@@ -325,7 +326,7 @@ class Door:
         With a `path` ("report.html") rank 0 also writes it as a page. `names` are what samples are called (a sequence, or a
         function of the id), `classes` what classes are; a Source knows both. `local` is as in `summary`.
         """
-        text = self._run.report(self._class_names(classes), local=local)
+        text = telling.report(self._run, self._class_names(classes), local=local)
         if path is not None and self._run.setup.rank == 0:
             page = self._page(names, classes)
             try:
@@ -355,11 +356,11 @@ class Door:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on as if never stopped. With several ranks, every rank must call it."""
-        return self._run.state_dict()
+        return saved(self._run)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict()` was taken: the next iteration delivers the rest of that window."""
-        self._run.load_state_dict(state)
+        resume(self._run, state)
         self._iterators.serial += 1
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

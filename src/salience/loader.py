@@ -30,6 +30,7 @@ from salience.feed.sizes import memory_bytes
 from salience.feed.source import Source
 from salience.ledger import Ledger
 from salience.report.sinks import Sink
+from salience.run import Run
 from salience.run.deciding import Deciding, cores_of, first_cache
 from salience.run.feeding import Feeding
 from salience.run.iterating import BatchIterator
@@ -178,7 +179,7 @@ class Loader(Door, Generic[T]):
                 dataset, stages, optional or Treat.of(treat), seed=seed, workers=workers, ranks=ranks,
                 windows=parts.setup.windows,
             )  # fmt: skip
-            staging = Staging(parts.voice, parts.recording.ledger, parts.watching.watch, treating, optional=optional)
+            staging = Staging(parts.voice, parts.recording.ledger, treating, optional=optional)
         source = WorkerSource(
             dataset, collate_fn or default_collate, dataloader, with_ids=with_ids, ids_key=ids_key,
             moving=None if self.device is None else Moving(self.device, ahead=workers > 0 or not _has_state(dataset)),
@@ -193,7 +194,7 @@ class Loader(Door, Generic[T]):
                 parts.setup, parts.voice, chooser, workers=source, feeding=feeding, planning=parts.planning,
                 staging=staging, watching=parts.watching,
             )  # fmt: skip
-        run = parts.run(feeding=feeding, staging=staging, deciding=deciding, options=source.options)
+        run = Run(parts, feeding=feeding, staging=staging, deciding=deciding, options=source.options)
         if deciding is not None:
             deciding.auto.start(
                 deciding.settings, parts.planning.steps(0), decides=parts.setup.rank == 0, adopted=bool(adopted)

@@ -18,9 +18,10 @@ from salience.events import EventLog
 from salience.ledger import COLUMNS, Ledger
 from salience.ranks import current_ranks
 from salience.report.sinks import Sink
+from salience.run.losses import check_losses
 from salience.run.part import Batch, Setup, Voice
 from salience.run.planning import Planning
-from salience.run.recording import Recording, check_losses
+from salience.run.recording import Recording
 from salience.run.watching import open_sinks
 from salience.select import preset
 from salience.select.findings import Study, study
@@ -102,11 +103,11 @@ class Observer:
         rows = self._rows(ids)
         window = self.visits // self.n
         batch = Batch(window, self._batches, rows)
-        check_losses("record", losses, batch, None)
-        logits, classes, _ = self._recording.usable(batch, losses, logits, targets)
+        check_losses("record", losses, batch)
+        labels = self._recording.labels(batch, len(losses), logits, targets)
         if window > self._window and self._setup.ranks is None:
             self.flush()
-        self._recording.recorder.record(rows, losses, logits, classes, window=window, trained=trained)
+        self._recording.recorder.record(rows, losses, labels.logits, labels.classes, window=window, trained=trained)
         self._recorded, self._batches = self._recorded + len(rows), self._batches + 1
 
     def forget(self, ids: Tensor | npt.ArrayLike) -> None:

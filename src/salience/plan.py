@@ -52,8 +52,8 @@ class Plan:
     drop_last: bool = False
     lr_scale: float = 1.0
     """Factor on the learning rate that goes with `batch_size`, where that was changed to keep the number of steps."""
-    noise: float = 0.0
-    """Share of wrong labels the filters estimated, NaN where they could not tell; `robust="auto"` follows it."""
+    robust: float = 0.0
+    """Strength of the term in the loss that keeps a model from learning wrong labels by heart."""
     ranks: npt.NDArray[np.float16] | None = None
     """Importance of every sample, picked or not, float16 [population]: what a cache should keep. None = all alike."""
     notes: tuple[Note, ...] = field(default=())
@@ -113,7 +113,7 @@ class Plan:
             "batch_size": np.array(self.batch_size),
             "drop_last": np.array(self.drop_last),
             "lr_scale": np.array(self.lr_scale),
-            "noise": np.array(self.noise),
+            "robust": np.array(self.robust),
             "ids": self.ids,
             "weights": self.weights,
             "importance": self.importance,
@@ -129,7 +129,7 @@ class Plan:
             batch_size=int(arrays["batch_size"]),
             drop_last=bool(arrays["drop_last"]),
             lr_scale=float(arrays.get("lr_scale", 1.0)),
-            noise=float(arrays.get("noise", 0.0)),
+            robust=float(arrays.get("robust", 0.0)),
             ids=np.array(arrays["ids"], dtype=np.int64),
             weights=np.array(arrays["weights"], dtype=np.float32),
             importance=np.array(arrays["importance"], dtype=np.float32),

@@ -16,6 +16,7 @@ from salience.events import EventLog
 from salience.ledger import Ledger
 from salience.plan import Shard
 from salience.report.sinks import Sink
+from salience.run import Run
 from salience.run.part import Batch
 from salience.run.parts import Parts
 from salience.run.selection import Select
@@ -65,7 +66,7 @@ class Selector(Door):
         if labels is not None:
             parts.recording.ledger.set_labels(labels)
         self.device = torch.device(device)
-        super().__init__(parts.run(), IdSource(self.device))
+        super().__init__(Run(parts), IdSource(self.device))
 
 
 class IdSource:

@@ -19,7 +19,6 @@ from salience.run.planning import Planning
 from salience.run.recording import Recording
 from salience.run.sensing import Sensing
 from salience.select import Verdict, View
-from salience.watch import Stopwatch
 
 N = 40
 
@@ -62,7 +61,7 @@ def test_recording_turns_losses_into_a_weighted_mean_and_a_ledger():
     losses = torch.arange(8.0)
     assert recording.batch_for_loss(None, again=False) is batch
     recording.record(batch, losses, None, None, None)
-    mean = recording.weighted_mean(batch, losses, None, None, 0.0)
+    mean = recording.weighted_mean(batch, losses, None, None)
     assert float(mean) == pytest.approx(float((losses.numpy() * weights[8:16]).sum() / 8), rel=1e-6)
     recording.flush(0)
     np.testing.assert_array_equal(recording.ledger.last_loss[8:16], losses.numpy())
@@ -74,7 +73,7 @@ def test_a_stand_in_for_a_broken_sample_has_weight_0():
     recording.open(a_plan().shard(), frozenset())
     batch = Batch(0, 0, np.arange(8), broken={3: "it cannot be read"})
     recording.hand_over(batch)
-    mean = recording.weighted_mean(batch, torch.ones(8), None, None, 0.0)
+    mean = recording.weighted_mean(batch, torch.ones(8), None, None)
     assert float(mean) == pytest.approx(7 / 8)
 
 
@@ -122,10 +121,10 @@ def test_copies_are_searched_for_where_any_plug_in_declares_that_it_needs_them()
 
 def test_sensing_without_a_model_hands_batches_on_and_says_nothing():
     recording = Recording(a_setup(), a_voice())
-    sensing = Sensing(a_setup(), a_voice(), recording.recorder, Stopwatch(), None)
+    sensing = Sensing(a_setup(), a_voice(), recording.recorder)
     batch = Batch(0, 0, np.arange(8))
     sensing.hand_over(batch)
-    sensing.on_loss(batch, torch.ones(8), None)
+    sensing.on_loss(batch, torch.ones(8), None, None)
     assert sensing.reference is None
     assert sensing.state_dict() == {"proxy": None, "jury": None, "background": False}
 
@@ -164,5 +163,5 @@ def test_a_setup_that_makes_no_sense_is_refused(wrong):
 def test_a_state_of_the_old_layout_gets_one_clear_sentence():
     import salience
 
-    with pytest.raises(StateError, match="version 1 and this salience reads version 3"):
+    with pytest.raises(StateError, match="version 1 and this salience reads version 4"):
         salience.Selector(N, epochs=2).load_state_dict({"version": 1, "population": N})

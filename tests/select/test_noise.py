@@ -429,7 +429,7 @@ def test_a_real_run_on_right_labels_leaves_nothing_out_at_its_end(n, classes, bl
     x, y, _ = problem(n, 0.0, classes=classes, blur=blur)
     selector = trained(x, y, classes, epochs=epochs, lr=lr)
     assert not left_out(selector).any()
-    assert not selector.plan.noise > 0
+    assert not judge(selector.ledger).rate > 0
 
 
 def test_without_logits_the_filter_is_off_and_that_is_said(caplog):

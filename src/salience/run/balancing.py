@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from salience.errors import ConfigError
+from salience.ledger import Ledger
 from salience.plan import Plan, Shard
 from salience.run.part import Batch, Part, Setup, Voice
 from salience.watch import Steps
@@ -62,14 +63,14 @@ class Balancing(Part):
         if self._device is not None:
             self._begun = _event(self._device)
 
-    def on_loss(self, batch: Batch, losses: Tensor, kept: Tensor | None) -> None:
+    def on_loss(self, batch: Batch, losses: Tensor, kept: Tensor | None, targets: Tensor | None) -> None:
         if losses.is_cuda:
             self._device = losses.device
             if self._begun is not None:
                 self._spans.append((self._begun, _event(losses.device)))
                 self._begun = None
 
-    def prepare(self, window: int) -> None:
+    def prepare(self, window: int, ledger: Ledger) -> None:
         """Compare the ranks' speeds in the last window, and change their parts if that is worth it."""
         ranks = self._setup.ranks
         if ranks is None or self._shard is None or not self._by_speed:

@@ -70,11 +70,6 @@ class Copying(Part):
         """Features of the samples, as far as the attached model gave any."""
         return None if self.search is None else self.search.embeddings
 
-    @property
-    def given(self) -> Any:
-        """A checksum of the embeddings the user gave."""
-        return None if self.search is None else self.search.given
-
     def know(self, fingerprints: npt.NDArray[np.int64]) -> None:
         """Fingerprints of all samples' bytes, known before anything is read."""
         if self.search is not None:
@@ -86,15 +81,21 @@ class Copying(Part):
             known = batch.prints != 0  # what is reused is not read again, and keeps the one it has
             self.search.prints[batch.planned_ids[known]] = batch.prints[known] & np.iinfo(np.int64).max
 
-    def on_loss(self, batch: Batch, losses: Tensor, kept: Tensor | None) -> None:
+    def on_loss(self, batch: Batch, losses: Tensor, kept: Tensor | None, targets: Tensor | None) -> None:
         if self.search is not None:
             self.search.begin()  # workers are started by now, so that a thread does no harm
 
+    def prepare(self, window: int, ledger: Ledger) -> None:
+        self.look(ledger, window)
+
     def look(self, ledger: Ledger, window: int, *, last: bool = False) -> None:
-        """Search again if there is more to go by; with several ranks, rank 0 searches and broadcasts the result."""
-        search, ranks = self.search, self._setup.ranks
-        if search is None:
-            return
+        """Search for near-copies if there is more to go by; `last` = with what there is. Rank 0 searches, all ranks learn."""
+        if self.search is not None:
+            with self._voice.watch("copies"):
+                self._look(self.search, ledger, window, last)
+
+    def _look(self, search: CopySearch, ledger: Ledger, window: int, last: bool) -> None:
+        ranks = self._setup.ranks
         self._agree_on_prints()
         changed = self._setup.rank == 0 and search.look(ledger.label, last=last)
         if ranks is not None and (changed := bool(ranks.broadcast([float(changed)])[0])):

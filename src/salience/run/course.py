@@ -24,6 +24,8 @@ class Course:
         self.started = False
         """True once a window was planned, in this process or in the one that was resumed."""
         self.delivered: set[int] = set()
+        self.left = 0
+        """Batches of the open window that were not delivered."""
         self.visits_expected: int | None = None
         """Sample visits of the whole run, over all ranks, as far as they can be known now; None without `epochs`."""
         self._visited = 0
@@ -32,7 +34,7 @@ class Course:
     def begin(self, shard: Shard, later: int | None) -> None:
         """Enter a new window, after which `later` visits are expected."""
         visits, start = len(shard.plan), self._span[1]
-        self.shard, self.open, self.delivered = shard, True, set()
+        self.shard, self.open, self.delivered, self.left = shard, True, set(), len(shard)
         self.pending = self.started = True
         self.resumed = False
         end = start
@@ -44,32 +46,27 @@ class Course:
     def resume(self, shard: Shard, delivered: Iterable[int]) -> None:
         """Enter a window that was saved in progress."""
         self.shard, self.open, self.pending, self.delivered = shard, True, True, set(delivered)
-        self.resumed = True
+        self.resumed, self.left = True, len(shard) - len(self.delivered)
 
     def replace(self, shard: Shard) -> None:
         """Plan the pending window anew, with as many visits."""
-        self.shard = shard
+        self.shard, self.left = shard, len(shard)
 
     def deliver(self, number: int) -> None:
         """A batch reaches the loop."""
         self.delivered.add(number)
-        self.pending = False
+        self.pending, self.left = False, self.left - 1
 
     def end(self) -> None:
         """Leave the window."""
-        self._visited, self.open, self.pending, self.delivered = self.visits, False, False, set()
+        self._visited, self.open, self.pending, self.delivered, self.left = self.visits, False, False, set(), 0
         self._span = self._span[1], self._span[1]
         self.window += 1
 
     @property
     def complete(self) -> bool:
         """True once every batch of the open window was delivered."""
-        return self.open and self.shard is not None and len(self.delivered) == len(self.shard)
-
-    @property
-    def left(self) -> int:
-        """Batches of the open window that were not delivered."""
-        return 0 if not self.open or self.shard is None else len(self.shard) - len(self.delivered)
+        return self.open and not self.left
 
     @property
     def visits_before(self) -> int:
@@ -103,4 +100,4 @@ class Course:
         self.window, self._visited, self._span = int(state["window"]), int(state["visited"]), (float(start), float(end))
         self.visits_expected = state["visits_expected"]
         self.started, self.resumed = bool(state["started"]), True
-        self.shard, self.open, self.pending, self.delivered = None, False, False, set()
+        self.shard, self.open, self.pending, self.delivered, self.left = None, False, False, set(), 0

@@ -12,6 +12,7 @@ from salience.errors import SalienceError, StateError
 from salience.events import SettingsChanged
 from salience.feed.sizes import memory_bytes
 from salience.feed.source import Source
+from salience.ledger import Ledger
 from salience.plan import Shard
 from salience.ranks import Ranks
 from salience.run.feeding import Feeding
@@ -70,7 +71,7 @@ class Deciding(Part):
         self._refused: dict[str, str] = {}
         self._announced = False
 
-    def prepare(self, window: int) -> None:
+    def prepare(self, window: int, ledger: Ledger) -> None:
         """Rank 0 hears what the last window tells, and all ranks change what is to be changed, at the edges of epochs."""
         window, piece = divmod(window, self._setup.pieces)  # decisions count epochs
         if piece:
@@ -149,7 +150,7 @@ class Deciding(Part):
         if self._watching.steps.trying:
             self._watching.probe = None  # salience.sync is measuring: one at a time
             return
-        seconds = self._watching.watch.seconds
+        seconds = self._voice.watch.seconds
         self._watching.probe = self.auto.open(
             self._watching.steps, len(shard), ahead=self._workers.ahead, restarts=self._workers.restarts,
             planned=seconds.get("plan", 0.0) - seconds.get("rehearsal", 0.0),

@@ -116,7 +116,7 @@ class Feeding(Part):
 
     # --- a window ---
 
-    def prepare(self, window: int) -> None:
+    def prepare(self, window: int, ledger: Ledger) -> None:
         self._agree_on_broken()
 
     def open(self, shard: Shard, done: frozenset[int]) -> None:

@@ -14,9 +14,11 @@ from torch import Tensor
 from salience.errors import ConfigError, PluginError
 from salience.events import EventLog
 from salience.events.log import log_warning
+from salience.ledger import Ledger
 from salience.plan import Shard
 from salience.ranks import Ranks
 from salience.treat.dataset import BatchReport
+from salience.watch import Stopwatch
 
 if TYPE_CHECKING:
     from salience.run.visits import Visits
@@ -137,8 +139,6 @@ class Batch:
     """Positions chosen by pick()."""
     picks: float = 1.0
     """Share of it that pick() was asked for."""
-    recorded: bool = False
-    """True once its loss was given, or the loop said that it has none."""
     visits: Visits = field(default=cast("Any", None), repr=False)
     """What its window says about its losses; known once it was handed over."""
 
@@ -159,7 +159,10 @@ class Part(Protocol):
         """False while it has nothing to do; then it is asked for its state alone."""
         return True
 
-    def prepare(self, window: int) -> None:
+    def flush(self, window: int) -> None:
+        """Enter what was recorded into the ledger; with several ranks, every rank is here at the same time."""
+
+    def prepare(self, window: int, ledger: Ledger) -> None:
         """Before `window` is planned: bring in what the last one taught. Every rank is here at the same time."""
 
     def open(self, shard: Shard, done: frozenset[int]) -> None:
@@ -168,8 +171,11 @@ class Part(Protocol):
     def hand_over(self, batch: Batch) -> None:
         """A batch is about to reach the training loop."""
 
-    def on_loss(self, batch: Batch, losses: Tensor, kept: Tensor | None) -> None:
-        """The losses of a batch are here, [B], or those of the positions `kept`; the backward pass comes next."""
+    def on_loss(self, batch: Batch, losses: Tensor, kept: Tensor | None, targets: Tensor | None) -> None:
+        """The losses of a batch are here, [B], or those of the positions `kept`; the backward pass comes next.
+
+        `targets` are their classes, where each has just one.
+        """
 
     def take_back(self, batch: Batch) -> None:
         """The loop asks for the next batch, so it is done with this one."""
@@ -190,10 +196,10 @@ class Part(Protocol):
 
 
 class Voice:
-    """How parts speak: events, warnings, and failures that training survives."""
+    """How parts speak: events, warnings, failures that training survives, and the time they took."""
 
     def __init__(self, events: EventLog, *, strict: bool) -> None:
-        self.events, self.strict = events, strict
+        self.events, self.strict, self.watch = events, strict, Stopwatch()
         self._said: set[str] = set()
 
     def warn(self, text: str) -> None:

@@ -16,7 +16,6 @@ from salience.ledger import Ledger
 from salience.plan import Trace
 from salience.ranks import current_ranks
 from salience.report.sinks import Sink
-from salience.run import Run
 from salience.run.balancing import Balancing
 from salience.run.copying import Copying
 from salience.run.order import PlainOrder
@@ -85,7 +84,7 @@ class Parts:
         self.balancing = None
         if balance or costs is not None:
             self.balancing = Balancing(self.setup, self.voice, self.watching.steps, costs, by_speed=balance)
-        self.sensing = Sensing(self.setup, self.voice, self.recording.recorder, self.watching.watch, given)
+        self.sensing = Sensing(self.setup, self.voice, self.recording.recorder, given)
         self.probing = Probing(self.setup, self.voice)
 
     def _check_alike(self, **more: Any) -> None:
@@ -99,10 +98,3 @@ class Parts:
             "epochs": setup.epochs, "seed": setup.seed, "drop_last": setup.drop_last, "window": setup.window,
             "select": str(config.to_dict()) if isinstance(config, SelectConfig) else self.planning.described, **more,
         })  # fmt: skip
-
-    def run(self, **more: Any) -> Run:
-        """The run they make up, with `more` parts."""
-        return Run(
-            self.setup, self.voice, recording=self.recording, planning=self.planning, copying=self.copying,
-            sensing=self.sensing, watching=self.watching, balancing=self.balancing, probing=self.probing, **more,
-        )  # fmt: skip

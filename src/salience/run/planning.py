@@ -53,6 +53,8 @@ class Planning(Part):
         if setup.epochs is None and self.config is not None:
             raise ConfigError("select needs epochs=: the number of passes you will make, so that it can pace itself.")
         self._setup, self._voice, self._has_baseline = setup, voice, baseline is not None
+        self.picks = self.config.pick if isinstance(self.config, SelectConfig) else 1.0
+        """Share of a batch that `loss` itself picks."""
         self.fixed: Fixed | None = None
         """The subset of a static selection."""
         self.trace = trace
@@ -61,7 +63,8 @@ class Planning(Part):
         self.pipeline: Pipeline | None = None
         self._offered: tuple[SelectConfig, Pipeline] | None = None
         self._steering: Steering | None = None
-        self._checked_needs = False
+        self.needs_checked = False
+        """True once the first loss has shown what there is for scores to go by."""
         self._left_out = 0.0
         """Share of the samples that the last plan left out for their labels."""
         self._in_window, self._piece = False, 0
@@ -155,14 +158,18 @@ class Planning(Part):
         if self.trace is not None and self._setup.rank == 0:
             self.trace.write(plan)
 
+    def prepare(self, window: int, ledger: Ledger) -> None:
+        """Note how often predictions contradict labels by now, and act on the last validation result."""
+        with self._voice.watch("plan"):
+            self.note_course(ledger)
+        if self._steering is not None and self._in_the_middle(window):
+            self._steer(self._steering, window)
+
     def note_course(self, ledger: Ledger) -> None:
-        """Note how often predictions contradict labels by now: whether that falls tells hard samples from wrong labels."""
+        """Note how often predictions contradict labels: whether that falls tells hard samples from wrong labels."""
         if ledger.vote_p[:, 0].any():
             found = contradictions(ledger)
             ledger.course.append((found.differs, found.rate, float(found.sure), self._left_out))
-
-    def prepare(self, window: int) -> None:
-        self._act_on_results(window)
 
     def open(self, shard: Shard, done: frozenset[int]) -> None:
         self._in_window, self._piece = True, shard.plan.window % self._setup.pieces
@@ -189,9 +196,7 @@ class Planning(Part):
 
     def check_needs(self, *, logits: bool, model: bool) -> None:
         """At the first loss: name what a configured score lacks, and switch off filters that lack something."""
-        if self._checked_needs:
-            return
-        self._checked_needs = True
+        self.needs_checked = True
         for part, column in [] if self.pipeline is None else self.pipeline.needs():
             if column == "grad_norm" and not model:
                 missing = "the model: call loader.attach(model) before the first step"
@@ -336,16 +341,14 @@ class Planning(Part):
         if self._steering is not None and self._in_the_middle(window):
             self._steering.hear(metric, progress)
 
-    def _act_on_results(self, window: int) -> None:
+    def _steer(self, steering: Steering, window: int) -> None:
         """Act on the last validation result; with several ranks, on rank 0's."""
-        if self._steering is None or not self._in_the_middle(window):
-            return
-        moved = self._steering.move()
+        moved = steering.move()
         if moved is not None:
             self._voice.events.emit("steered", window=window, **moved)
         if self._setup.ranks is not None:
-            share, inside = self._setup.ranks.broadcast(self._steering.numbers)
-            self._steering.numbers = (share, inside)
+            share, inside = self._setup.ranks.broadcast(steering.numbers)
+            steering.numbers = (share, inside)
 
     # --- a selection that `auto` may switch on ---
 
@@ -362,7 +365,7 @@ class Planning(Part):
         """Switch the offered selection on or off."""
         assert self._offered is not None
         self.config, self.pipeline = self._offered if on else (None, None)
-        self._checked_needs = False
+        self.needs_checked, self.picks = False, self._offered[0].pick if on else 1.0
         self.order.mark()
 
     @property
@@ -378,16 +381,6 @@ class Planning(Part):
         return Pipeline(config, strict=self._voice.strict, warn=functools.partial(Voice.warn, self._voice))
 
     # --- in words, and saved ---
-
-    @property
-    def picks(self) -> float:
-        """Share of a batch that `loss` itself picks."""
-        return self.config.pick if isinstance(self.config, SelectConfig) else 1.0
-
-    @property
-    def robust(self) -> float | str:
-        """Strength of early-learning regularisation, or "auto"; 0 when nothing is selected."""
-        return self.config.robust if isinstance(self.config, SelectConfig) else 0.0
 
     @property
     def described(self) -> str:

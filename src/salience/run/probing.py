@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from salience.errors import ConfigError
 from salience.events import GradientsProbed, LayerNearZero
+from salience.ledger import Ledger
 from salience.run.part import Part, Setup, Voice
 from salience.signals.nearzero import NearZero, by_loss, learnt_loss, near_zero
 
@@ -83,7 +84,7 @@ class Probing(Part):
         if self._setup.ranks is None:
             self.learnt_loss = self._found
 
-    def prepare(self, window: int) -> None:
+    def prepare(self, window: int, ledger: Ledger) -> None:
         if self._setup.ranks is not None:
             self.learnt_loss = self._setup.ranks.broadcast(self._found)
 

@@ -14,12 +14,11 @@ from salience import ledger as ledgers
 from salience.errors import ConfigError, LossError, StateError
 from salience.ledger import Ledger, Recorder
 from salience.ledger.exchange import shared_ledger
+from salience.ledger.history import History
 from salience.plan import Shard
 from salience.run.arrays import arrays, tensors
-from salience.run.labels import OFF, Targets, class_labels
-from salience.run.moving import tensors_of
+from salience.run.losses import OFF, Labels, Targets, class_labels, early_learning
 from salience.run.part import Batch, Part, Setup, Voice
-from salience.run.robust import early_learning, strength
 from salience.run.visits import Visits
 from salience.seeds import PICK, torch_generator
 from salience.select.noise import judge
@@ -37,6 +36,8 @@ class Recording(Part):
         if ledger is not None:
             self._warm_start(ledger if isinstance(ledger, Ledger) else ledgers.load(ledger))
         self.recorder = Recorder(self.ledger, setup.ranks)
+        self.history = History(setup.n, setup.seed)
+        """What the ledger said of a few samples after each window; the same on every rank."""
         self.batch: Batch | None = None
         """The batch delivered last."""
         self.peeked = False
@@ -72,6 +73,15 @@ class Recording(Part):
 
     # --- a window ---
 
+    def prepare(self, window: int, ledger: Ledger) -> None:
+        self.remember(window - 1)
+
+    def remember(self, window: int) -> None:
+        """Keep what the ledger says after `window` in the history, unless nothing was recorded yet."""
+        new = window >= 0 and (not len(self.history) or self.history.windows[-1] < window)
+        if new and self.ledger.seen.any():
+            self.history.note(self.ledger, window)
+
     def open(self, shard: Shard, done: frozenset[int]) -> None:
         if self._now is not None and self._now.shard.plan.window != shard.plan.window:
             self._before = self._now
@@ -81,13 +91,12 @@ class Recording(Part):
     def hand_over(self, batch: Batch) -> None:
         assert self._now is not None
         if self.batch is not None:
-            self._without_loss = 0 if self.batch.recorded else self._without_loss + 1
+            self._without_loss = 0 if self.batch.number in self._now.recorded else self._without_loss + 1
         self.batch, self.peeked = batch, False
         batch.visits = self._now
         self._now.deliver(batch)
 
     def flush(self, window: int) -> None:
-        """Enter what was recorded into the ledger; collective where there are several ranks."""
         self.recorder.flush()
         bad, self.recorder.bad = self.recorder.bad, 0
         if bad:
@@ -107,19 +116,20 @@ class Recording(Part):
     def skip(self) -> None:
         """The batch delivered last gets no loss, on purpose."""
         if self.batch is not None:
-            self.batch.recorded = True
+            self.batch.visits.recorded.add(self.batch.number)
 
     def batch_for_loss(self, ids: Tensor | None, *, again: bool) -> Batch:
         """The batch that losses belong to: one loss per batch, in the order of delivery, unless `ids` say otherwise."""
         batch = self.batch_of(ids)
         if again:
             return batch
-        if batch.recorded and self.peeked and ids is None:
+        recorded = batch.number in batch.visits.recorded
+        if recorded and self.peeked and ids is None:
             raise LossError(
                 "These losses seem to be of a batch that does not count: its iterator was taken while another one is in "
                 "the middle of its epoch. Let go of that one first (del it), or pass ids= (with_ids=True)."
             )
-        if batch.recorded:
+        if recorded:
             raise LossError(
                 "loss() was called twice for one batch. A loop that fetches ahead must use with_ids=True and pass ids= to "
                 "loss(); for a second loss on purpose pass again=True."
@@ -153,26 +163,20 @@ class Recording(Part):
         for visits in (self._now, self._before):
             number = None if visits is None else visits.find(array)
             if visits is not None and number is not None:
-                window, rows = visits.shard.plan.window, visits.rows.get(number)
-                return Batch(window, number, array, rows, visits=visits, recorded=number in visits.recorded)
+                return Batch(visits.shard.plan.window, number, array, visits.rows.get(number), visits=visits)
         raise LossError(
             "These ids are not a batch that was delivered in this window or the one before, in its order; pass them on as they "
             "were delivered."
         )
 
-    def usable(
-        self, batch: Batch, losses: Tensor, logits: Tensor | None, targets: Targets | None
-    ) -> tuple[Tensor | None, Tensor | None, bool]:
-        """Logits and classes from which class statistics can be computed, or None, and whether inputs were unmixed.
-
-        Targets that name no classes are ignored, with one warning.
-        """
-        found = class_labels(losses.shape[0], logits, targets)
+    def labels(self, batch: Batch, count: int, logits: Tensor | None, targets: Targets | None) -> Labels:
+        """What class statistics can be computed from. Targets that name no classes are ignored, with one warning."""
+        found = class_labels(count, logits, targets)
         if found.remark:
             self._voice.warn_once(found.remark)
         if not found.delivered:
             batch.hint = None
-        return found.logits, found.classes, found.hard
+        return found
 
     def pick(
         self,
@@ -187,7 +191,7 @@ class Recording(Part):
         """Record a whole batch as seen, and choose positions of round(share * B) samples of it to train on."""
         if not 0 < share <= 1:
             raise ConfigError(f"pick: share is {share}; it must be above 0 and at most 1.")
-        self._record(batch, losses, logits, targets, trained=False)
+        self._enter(batch, losses, logits, targets, trained=False)
         batch.picks = share
         generator = torch_generator(self._setup.seed, PICK, batch.window, batch.number, self._setup.rank)
         count, power = max(1, round(share * len(losses))), 1 / share - 1 if power is None else power
@@ -197,17 +201,16 @@ class Recording(Part):
         self, batch: Batch, losses: Tensor, logits: Tensor | None, targets: Tensor | None, kept: Tensor | None
     ) -> None:
         """Enter a batch into the ledger; of a picked one, only which samples were trained on."""
-        batch.recorded = True
         batch.visits.recorded.add(batch.number)
         if kept is None:
-            self._record(batch, losses, logits, targets)
+            self._enter(batch, losses, logits, targets)
             return
         stand_ins = batch.visits.stand_ins.get(batch.number)
         if stand_ins:
             kept = kept[~torch.isin(kept, torch.tensor(stand_ins, device=kept.device))]
         self.recorder.trained(batch.ids, kept, window=batch.window)
 
-    def _record(
+    def _enter(
         self, batch: Batch, losses: Tensor, logits: Tensor | None, targets: Tensor | None, *, trained: bool = True
     ) -> None:
         ids, hint, visits = batch.ids, batch.hint, batch.visits
@@ -238,8 +241,6 @@ class Recording(Part):
         losses: Tensor,
         logits: Tensor | None,
         kept: Tensor | None,
-        robust: float | str,
-        *,
         counts: Tensor | None = None,
         total: Tensor | float | None = None,
     ) -> Tensor:
@@ -248,10 +249,9 @@ class Recording(Part):
         With `counts` c it is sum(w * l * c) / sum(c); with the `total` of a step of several batches, the sum * world / total.
         """
         weights = batch.visits.weights(batch, losses.device)
-        if robust and kept is None and logits is not None:
-            how_much = strength(robust, batch.visits.shard.plan.noise)
-            if how_much > 0:  # what is learnt from, not what is recorded
-                losses = losses + how_much * early_learning(logits, batch.ids, self.ledger)
+        robust = batch.visits.shard.plan.robust
+        if robust > 0 and kept is None and logits is not None:  # what is learnt from, not what is recorded
+            losses = losses + robust * early_learning(logits, batch.ids, self.ledger)
         if counts is None and total is None and weights is None and self._setup.world == 1:
             return losses.mean()
         if kept is not None:
@@ -265,9 +265,9 @@ class Recording(Part):
         weighted = losses if weights is None else losses.float() * weights
         return weighted.sum() / divisor
 
-    def mean_weights(self, batch: Batch, losses: Tensor, robust: float | str) -> Tensor:
+    def mean_weights(self, batch: Batch, losses: Tensor) -> Tensor:
         """Weights [B] that sum the losses of a whole batch to what `weighted_mean` gives."""
-        if strength(robust, batch.visits.shard.plan.noise) > 0:
+        if batch.visits.shard.plan.robust > 0:
             self._voice.warn_once(
                 "Early-learning regularisation is off inside a compiled step; compile the model alone."
             )
@@ -294,12 +294,14 @@ class Recording(Part):
         recent = torch.empty(0) if recent is None else recent.detach().cpu().clone()
         return {
             "ledger": tensors(self.ledger.state_dict()),
+            "history": tensors(self.history.state_dict()),
             "recent_losses": [recent] if ranks is None else ranks.all_gather_ragged(recent, name="state_dict"),
             "suspects": None if suspects is None else (suspects[0], torch.from_numpy(suspects[1].copy())),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._load(arrays(state["ledger"]))
+        self.history.load_state_dict({name: column.numpy() for name, column in state["history"].items()})
         recent = state["recent_losses"]
         same = len(recent) == self._setup.world
         self._recent.load(recent[self._setup.rank] if same else latest_last(recent))
@@ -307,48 +309,3 @@ class Recording(Part):
         self._suspects = None if suspects is None else (int(suspects[0]), suspects[1].numpy())
         self.recorder.forget()
         self.batch, self._now, self._before = None, None, None
-
-
-def check_tensor(caller: str, losses: object) -> None:
-    """Raise LossError unless losses are a tensor of floating-point numbers."""
-    if not isinstance(losses, Tensor) or not losses.is_floating_point():
-        kind = losses.dtype if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
-        raise LossError(f"{caller}() was given {kind}; pass the losses as a floating-point tensor, one per sample.")
-
-
-def check_losses(caller: str, losses: Tensor, batch: Batch, kept: Tensor | None) -> None:
-    """Raise LossError unless there is one loss per sample of the batch, or of those that were picked."""
-    count = len(batch.ids) if kept is None else len(kept)
-    if losses.shape == (count,):
-        return
-    if losses.dim() == 0:
-        raise LossError(f"{caller}() was given a single number; it needs one loss per sample: use reduction='none'.")
-    if losses.dim() > 1:
-        axes = tuple(range(1, losses.dim()))
-        raise LossError(
-            f"{caller}() was given losses of shape {tuple(losses.shape)}; it needs one per sample: reduce the rest first, "
-            f"e.g. losses.mean(dim={axes})."
-        )
-    if kept is None and len(losses) in leading_sizes(batch.content):
-        raise LossError(
-            f"The collate function was given {count} samples and returned a batch of {len(losses)}, so it cannot be told whose "
-            "losses these are. Have it return salience.Collated(batch, positions), with the position of each row's sample."
-        )
-    raise LossError(
-        f"{caller}() was given {len(losses)} losses for a batch of {count} samples; pass one per sample. "
-        "A loop that fetches ahead must use with_ids=True and pass ids= to loss()."
-    )
-
-
-def check_counts(counts: Any, total: Tensor | float | None, batch: Batch, world: int) -> None:
-    """Raise LossError unless there is one count per sample of the batch."""
-    if not isinstance(counts, Tensor) or counts.shape != (len(batch.ids),):
-        given = f"have shape {tuple(counts.shape)}" if isinstance(counts, Tensor) else f"are a {type(counts).__name__}"
-        raise LossError(f"counts {given}; pass a tensor with one number per sample, [{len(batch.ids)}].")
-    if total is None and world > 1:
-        raise LossError("counts= needs total= with several ranks: the items of the whole step over all ranks.")
-
-
-def leading_sizes(content: Any) -> set[int]:
-    """The first sizes of the tensors of a batch."""
-    return {len(part) for part in tensors_of(content) if not part.is_nested and part.dim()}

@@ -31,7 +31,6 @@ from salience.signals.jury import Juror, Jury
 from salience.signals.proxy import Proxy
 from salience.signals.remote import RemoteScorer
 from salience.signals.scorer import SCORE_ROWS, Found, Ids, Scorer, stalest
-from salience.watch import Stopwatch
 
 _NOTHING_FOUND: Found = (np.empty(0, dtype=np.int64), np.empty((len(SCORE_ROWS), 0), dtype=np.float32), 0)
 
@@ -43,10 +42,8 @@ class Sensing(Part):
 
     name = "sensing"
 
-    def __init__(
-        self, setup: Setup, voice: Voice, recorder: Recorder, watch: Stopwatch, given: Reference | None
-    ) -> None:
-        self._setup, self._voice, self._recorder, self._watch = setup, voice, recorder, watch
+    def __init__(self, setup: Setup, voice: Voice, recorder: Recorder, given: Reference | None = None) -> None:
+        self._setup, self._voice, self._recorder, self._watch = setup, voice, recorder, voice.watch
         self.given = given
         """The reference as the user gave it."""
         self.attached: Attached | None = None
@@ -57,10 +54,10 @@ class Sensing(Part):
         """True while the ranks exchange what their scorers found, which goes on where one of them was lost."""
         self._ratio: Tensor | None = None
         """|gradient|^2 over that of the last layer, in the step before this one; None = not known, or no norms are taken."""
-        self._waiting: Mapping[str, Any] | None = None
-        """The state of a resumed run's proxy that was not attached yet."""
-        self._waiting_jury: Mapping[str, Any] | None = None
-        """The same of its jury."""
+        self._waiting: dict[str, Mapping[str, Any]] = {}
+        """States of a resumed run's proxy and jury, as far as these were not attached yet."""
+        self._asked = -1
+        """The window for which scores were asked last."""
 
     def attach(
         self,
@@ -92,10 +89,9 @@ class Sensing(Part):
         self._recorder.embeddings = features
         if proxy is not None:
             self.proxy = Proxy(model, proxy, proxy_optimizer, self._setup.n)
-            self._resume_proxy(self._waiting)
         if jury is not None:
             self.jury = Jury(model, jury, self._setup.n, self._setup.seed)
-            self._resume_jury(self._waiting_jury)
+        self._resume()
         if background is not False:
             self._scores_come = True
             try:
@@ -111,8 +107,7 @@ class Sensing(Part):
 
     @property
     def in_use(self) -> bool:
-        parts = self.attached, self.proxy, self.jury, self.scorer, self._waiting, self._waiting_jury
-        return parts.count(None) < len(parts)
+        return bool(self._waiting or self.attached or self.proxy or self.jury or self.scorer)
 
     def go_on(self, features: Embeddings | None) -> None:
         """After a resume, features go on where they were."""
@@ -124,46 +119,62 @@ class Sensing(Part):
         self.take()
         self.end_scorer()
         self._scores_come, self._ratio = False, None
-        proxy, self.proxy = self.proxy, None
-        if proxy is not None:
-            proxy.close()
-        jury, self.jury = self.jury, None
-        if jury is not None:
-            jury.close()
+        for helper in (self.proxy, self.jury):
+            if helper is not None:
+                helper.close()
+        self.proxy = self.jury = None
         attached, self.attached = self.attached, None
         if attached is not None:
             attached.detach()
 
     # --- a window ---
 
-    def prepare(self, window: int) -> None:
-        self._take_scores()
+    def flush(self, window: int) -> None:
+        self.take()
+        if self.proxy is not None:
+            self.proxy.enter()
+        if self.jury is not None:
+            with self._watch("jury"):
+                self.jury.enter()
+
+    def prepare(self, window: int, ledger: Ledger) -> None:
+        if self.scorer is not None or (self._scores_come and self._setup.ranks is not None):
+            self._take_scores()
 
     def open(self, shard: Shard, done: frozenset[int]) -> None:
-        if self._waiting is not None:
-            raise StateError("The state has a proxy; call loader.attach(model, proxy=...) with it before going on.")
-        if self._waiting_jury is not None:
-            raise StateError("The state has a jury; call loader.attach(model, jury=[...]) with it before going on.")
+        for name in self._waiting:
+            raise StateError(f"The state has a {name}; call loader.attach(model, {name}=...) with it before going on.")
+        if self.scorer is not None and self._asked != shard.plan.window:
+            self._asked = shard.plan.window
+            self._ask_scores(self.scorer, shard.plan.ids, shard.plan.window)
 
     def hand_over(self, batch: Batch) -> None:
         self.take()
         if self.attached is not None:
             self.attached.deliver(batch.number)
-        if self.proxy is not None:
-            self.proxy.deliver()
-        if self.jury is not None:
-            self.jury.deliver()
+        for helper in (self.proxy, self.jury):
+            if helper is not None:
+                helper.deliver()
 
-    def on_loss(self, batch: Batch, losses: Tensor, kept: Tensor | None) -> None:
-        """Watch the backward pass of these losses, and take the features of the forward pass."""
-        if self.attached is None:
-            return
-        choice = self.attached.watch(losses, batch.ids, kept, window=batch.window)
+    def on_loss(self, batch: Batch, losses: Tensor, kept: Tensor | None, targets: Tensor | None) -> None:
+        """Watch the backward pass of these losses, take the features of the forward pass, and teach the models beside it."""
+        if self.attached is not None:
+            self._watch_model(self.attached, batch, losses, kept)
+        stand_ins = list(batch.broken)
+        if (proxy := self.proxy) is not None:
+            self._teach("proxy", proxy, targets, lambda labels: proxy.train(labels, batch.ids, kept, stand_ins))
+        if (jury := self.jury) is not None:
+            self._teach(
+                "jury", jury, targets, lambda labels: jury.sit(labels, batch.ids, kept, stand_ins, window=batch.window)
+            )
+
+    def _watch_model(self, attached: Attached, batch: Batch, losses: Tensor, kept: Tensor | None) -> None:
+        choice = attached.watch(losses, batch.ids, kept, window=batch.window)
         if choice is not None:
             self._voice.events.emit("signals", **asdict(choice), text=choice.text)
         if not batch.features:
             return
-        features = self.attached.take_features()
+        features = attached.take_features()
         if batch.broken:  # a stand-in would look like a copy of the sample it stands in for
             return
         if features is not None and len(features) in (len(batch.ids), len(losses)):
@@ -174,9 +185,30 @@ class Sensing(Part):
                 "The attached model gives no features (what its last Linear is given): no near-copies by them."
             )
 
+    def _teach(self, name: str, helper: Proxy | Jury, targets: Tensor | None, train: Callable[[Tensor], bool]) -> None:
+        """One step of the proxy or of the jury; if it fails it is off, and what it found stays as it is."""
+        if not helper.close.alive:
+            return
+        if targets is None:
+            raise ConfigError(
+                f"The {name} needs integer targets, one class per sample: call loader.loss(losses, logits, targets)."
+            )
+        try:
+            with self._watch(name):
+                heard = train(targets.where(targets >= 0, -100))  # -100 is ignored
+        except Exception as cause:
+            helper.close()
+            self._voice.failed(f"The {name} failed and is off: {type(cause).__name__}: {cause}", cause)
+            return
+        if not heard:
+            self._voice.warn_once(
+                f"The {name} has no input: the attached model did not run, with the batch as the first axis of its first "
+                "tensor, between the batch's delivery and loss(). Attach the model that makes the losses."
+            )
+
     def say_compiled(self) -> None:
         """loss() was called inside a compiled step, where hooks on the model do not run."""
-        if self.attached is not None or self.beside:
+        if self.attached is not None:
             self._voice.warn_once(
                 "loss() is part of a compiled step: gradient norms, features, proxy and jury of the attached model are off. "
                 "Compile the model alone to have them."
@@ -203,78 +235,9 @@ class Sensing(Part):
     # --- models that learn beside it ---
 
     @property
-    def beside(self) -> bool:
-        """True if models learn beside the attached one."""
-        return self.proxy is not None or self.jury is not None
-
-    def train_beside(self, batch: Batch, kept: Tensor | None, targets: Tensor | None) -> None:
-        """One step of the proxy and of the jury."""
-        self.train_proxy(batch, kept, targets)
-        jury = self.jury
-        if jury is None or not jury.sits:
-            return
-        if targets is None:
-            raise ConfigError(
-                "The jury needs integer targets, one class per sample: call loader.loss(losses, logits, targets)."
-            )
-        try:
-            with self._watch("jury"):
-                labels = targets.where(targets >= 0, -100)  # -100 is ignored
-                sat = jury.sit(labels, batch.ids, kept, list(batch.broken), window=batch.window)
-        except Exception as cause:
-            jury.close()
-            self._voice.failed(f"The jury failed and is off: {type(cause).__name__}: {cause}", cause)
-            return
-        if not sat:
-            self._voice.warn_once(
-                "The jury has no input: the attached model did not run, with the batch as the first axis of its first tensor, "
-                "between the batch's delivery and loss(). Attach the model that makes the losses."
-            )
-
-    @property
     def said(self) -> tuple[Ledger, Ledger] | None:
         """What the jury says of the samples: the nets that trained on them, and those that held them out."""
         return None if self.jury is None else (self.jury.trained, self.jury.held_out)
-
-    def _resume_jury(self, state: Mapping[str, Any] | None) -> None:
-        """Load the jury's state, now or when it is attached."""
-        self._waiting_jury = state
-        if state is not None and self.jury is not None:
-            self.jury.load_state_dict(state)
-            for name, ledger in (("trained", self.jury.trained), ("held_out", self.jury.held_out)):
-                ledger.load_state_dict(arrays(state[name]))
-            self._waiting_jury = None
-
-    def train_proxy(self, batch: Batch, kept: Tensor | None, targets: Tensor | None) -> None:
-        """One step of the proxy; if it fails it is off, and its losses stay as they are."""
-        proxy = self.proxy
-        if proxy is None or not proxy.close.alive:
-            return
-        if targets is None:
-            raise ConfigError(
-                "The proxy needs integer targets, one class per sample: call loader.loss(losses, logits, targets)."
-            )
-        try:
-            with self._watch("proxy"):
-                labels = targets.where(targets >= 0, -100)  # -100 is ignored
-                trained = proxy.train(labels, batch.ids, kept, list(batch.broken))
-        except Exception as cause:
-            proxy.close()
-            self._voice.failed(f"The proxy failed and is off: {type(cause).__name__}: {cause}", cause)
-            return
-        if not trained:
-            self._voice.warn_once(
-                "The proxy has no input: the attached model did not run, with the batch as the first axis of its first "
-                "tensor, between the batch's delivery and loss(). Attach the model that makes the losses."
-            )
-
-    def flush(self) -> None:
-        """Enter what the proxy and the jury found."""
-        if self.proxy is not None:
-            self.proxy.enter()
-        if self.jury is not None:
-            with self._watch("jury"):
-                self.jury.enter()
 
     @property
     def reference(self) -> Reference | None:
@@ -286,19 +249,22 @@ class Sensing(Part):
             Reference(loss=losses, hardness=losses) if np.isnan(losses).all() else reference_of(losses, self._setup.n)
         )
 
-    def _resume_proxy(self, state: Mapping[str, Any] | None) -> None:
-        """Load the proxy's state, now or when it is attached."""
-        self._waiting = state
-        if state is not None and self.proxy is not None:
-            self.proxy.load_state_dict(state)
-            self._waiting = None
+    def _resume(self) -> None:
+        """Load the states of a resumed run's proxy and jury, as far as they are attached by now."""
+        if self.proxy is not None and "proxy" in self._waiting:
+            self.proxy.load_state_dict(self._waiting["proxy"])
+            del self._waiting["proxy"]
+        if self.jury is not None and "jury" in self._waiting:
+            state = self._waiting["jury"]
+            self.jury.load_state_dict(state)
+            self.jury.trained.load_state_dict(arrays(state["trained"]))
+            self.jury.held_out.load_state_dict(arrays(state["held_out"]))
+            del self._waiting["jury"]
 
     # --- the background scorer ---
 
     def _take_scores(self) -> None:
         """Enter what the background scorers of all ranks have found by now: seen, not trained."""
-        if self.scorer is None and not (self._scores_come and self._setup.ranks is not None):
-            return
         found = _NOTHING_FOUND
         try:
             with self._watch("scorer"):
@@ -339,17 +305,15 @@ class Sensing(Part):
         known = np.isfinite(norms)
         ledger.grad_norm[ids[known]] = norms[known]
 
-    def ask_scores(self, picked: npt.NDArray[np.int64], window: int) -> None:
+    def _ask_scores(self, scorer: Scorer | RemoteScorer, picked: Ids, window: int) -> None:
         """Ask the background scorer for the stalest samples that this window does not visit, with the current weights."""
-        if self.scorer is None:
-            return
         try:
             with self._watch("scorer"):
                 rng = generator(self._setup.seed, TIES, window)
                 stale = stalest(picked, self._recorder.ledger.last_seen, rng)
-                if isinstance(self.scorer, Scorer):  # each rank has its own
+                if isinstance(scorer, Scorer):  # each rank has its own
                     stale = stale[self._setup.rank :: self._setup.world]
-                self.scorer.ask(stale, window=window)
+                scorer.ask(stale, window=window)
         except PluginError as cause:
             self._drop_scorer(f"was lost: {cause}", cause)
 
@@ -368,19 +332,22 @@ class Sensing(Part):
 
     def state_dict(self) -> dict[str, Any]:
         # With a background scorer, what is learnt by a window's edge depends on timing.
-        proxy = self._waiting if self.proxy is None else self.proxy.state_dict()
-        jury = self._waiting_jury
+        proxy, jury = self._waiting.get("proxy"), self._waiting.get("jury")
+        if self.proxy is not None:
+            proxy = self.proxy.state_dict()
         if self.jury is not None:
-            jury = self.jury.state_dict()
-            ledgers = {"trained": self.jury.trained, "held_out": self.jury.held_out}
-            jury |= {name: tensors(ledger.state_dict()) for name, ledger in ledgers.items()}
+            jury = {
+                **self.jury.state_dict(),
+                "trained": tensors(self.jury.trained.state_dict()),
+                "held_out": tensors(self.jury.held_out.state_dict()),
+            }
         return {"proxy": proxy, "jury": jury, "background": self.scorer is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.attached is not None:
             self.attached.take()  # of steps after the state was saved
-        self._resume_proxy(state["proxy"])
-        self._resume_jury(state.get("jury"))
+        self._waiting = {name: state[name] for name in ("proxy", "jury") if state[name] is not None}
+        self._resume()
 
 
 def _gathered(ranks: Ranks, found: Found, ratio: float) -> tuple[list[Found], list[float]]:

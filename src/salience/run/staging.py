@@ -20,7 +20,6 @@ from salience.treat.config import Treat
 from salience.treat.curves import training_accuracy
 from salience.treat.dataset import Treatment
 from salience.treat.treating import Treating
-from salience.watch import Stopwatch
 
 
 class Staging(Part):
@@ -28,10 +27,8 @@ class Staging(Part):
 
     name = "treating"
 
-    def __init__(
-        self, voice: Voice, ledger: Ledger, watch: Stopwatch, treating: Treating, *, optional: Treat | None = None
-    ) -> None:
-        self._voice, self._ledger, self._watch = voice, ledger, watch
+    def __init__(self, voice: Voice, ledger: Ledger, treating: Treating, *, optional: Treat | None = None) -> None:
+        self._voice, self._ledger = voice, ledger
         self.treating = treating
         self.optional = optional
         """Reuse that `auto` may switch on, where the user left that open."""
@@ -48,7 +45,7 @@ class Staging(Part):
 
     def plan(self, plan: Plan, options: dict[str, Any], copies: Copies | None) -> tuple[Plan, dict[str, int]]:
         """The plan with treatment levels, and what the rehearsal asked of a Source."""
-        with self._watch("rehearsal"):
+        with self._voice.watch("rehearsal"):
             said, counts = self.treating.begin(options)
         if self.optional is not None:  # nobody asked for it: whatever is said is a reason not to try it
             self.refused = said[-1] if said else self.refused
@@ -69,14 +66,14 @@ class Staging(Part):
         """Take a validation result, by which the strength of stages adapts."""
         self._result = metric, window
 
-    def prepare(self, window: int) -> None:
+    def prepare(self, window: int, ledger: Ledger) -> None:
         """Adapt the strength of the stages to the last result; rank 0 decides."""
         adapting, result = self.treating.adapting, self._result
         self._result = None
         if adapting is None:
             return
         if result is not None and 0 <= result[0] <= 1:
-            training = training_accuracy(self._ledger, result[1] - 1)
+            training = training_accuracy(ledger, result[1] - 1)
             why = "" if training is None else adapting.hear(training, result[0])
             if why:
                 self._voice.events.emit("decision", window=window, lever="augmentation", action="keep", reason=why)

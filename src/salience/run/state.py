@@ -18,7 +18,7 @@ from salience.select.reference import checksum
 if TYPE_CHECKING:
     from salience.run.run import Run
 
-STATE_VERSION = 3
+STATE_VERSION = 4
 
 
 def saved(run: Run) -> dict[str, Any]:
@@ -66,6 +66,7 @@ def resume(run: Run, state: Mapping[str, Any]) -> None:
         if run.setup.ranks is not None:
             run.check_equal(shard, run.setup.ranks)
         run.course.resume(shard, delivered)
+    run.choose_parts()
 
 
 def _check_fits(run: Run, state: Mapping[str, Any]) -> None:
@@ -127,5 +128,6 @@ def _identity(run: Run) -> dict[str, Any]:
     setup = run.setup
     return {
         "population": setup.n, "seed": setup.seed, "window": setup.window if setup.pieces > 1 else None,
-        "select": run.planning.described, "reference": checksum(run.sensing.given), "embeddings": run.copying.given,
+        "select": run.planning.described, "reference": checksum(run.sensing.given),
+        "embeddings": None if run.copying.search is None else run.copying.search.given,
     }  # fmt: skip

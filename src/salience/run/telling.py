@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
+from salience._version import __version__
 from salience.config import SelectConfig
-from salience.events.kinds import FilterNote, WindowClosed, WindowPlanned
+from salience.events.kinds import FilterNote, RunStarted, WindowClosed, WindowPlanned
 from salience.plan import Plan
 from salience.select import preset
 from salience.select.findings import Study, study
@@ -18,11 +20,21 @@ if TYPE_CHECKING:
     from salience.run.run import Run
 
 
+def run_started(run: Run) -> RunStarted:
+    """The event of a run at its start."""
+    setup, config = run.setup, run.planning.config
+    return RunStarted(
+        salience=__version__, torch=torch.__version__, population=setup.n, batch_size=setup.batch_size,
+        epochs=setup.epochs, seed=setup.seed, world=setup.world, drop_last=setup.drop_last,
+        select=config.to_dict() if isinstance(config, SelectConfig) else run.planning.described,
+    )  # fmt: skip
+
+
 def window_planned(run: Run, plan: Plan) -> WindowPlanned:
     """The event of a plan."""
     return WindowPlanned(
         window=plan.window, picked=len(plan), population=plan.population, progress=run.course.progress,
-        seconds=run.watching.watch.seconds.get("plan", 0.0), visited=run.course.visits,
+        seconds=run.voice.watch.seconds.get("plan", 0.0), visited=run.course.visits,
         filters=tuple(FilterNote(name=n.name, dropped=n.dropped, forced=n.forced, reason=n.reason) for n in plan.notes),
         by_importance=picked_by_importance(plan),
     )  # fmt: skip
@@ -33,7 +45,7 @@ def window_closed(run: Run, *, finished: bool) -> WindowClosed:
     course, shard = run.course, run.course.shard
     return WindowClosed(
         window=course.window, batches=len(course.delivered), of=0 if shard is None else len(shard), finished=finished,
-        visited=course.visits, loss=_mean_loss(run), **run.watching.spent(),
+        visited=course.visits, loss=_mean_loss(run), overhead=dict(run.voice.watch.seconds), **run.watching.spent(),
     )  # fmt: skip
 
 
@@ -61,7 +73,7 @@ def studied(run: Run) -> Study:
     """What is found in the ledger as it is now; nothing is judged twice."""
     copies, course = run.copying.found, run.course
     near = None if copies is None else (copies.group, copies.similarity)
-    with run.watching.watch("findings"):
+    with run.voice.watch("findings"):
         run.study = study(
             run.recording.ledger, near, windows=course.window, visits=course.visits_before, last=run.study
         )
@@ -95,7 +107,7 @@ def report(run: Run, classes: Sequence[str] | None, *, local: bool) -> str:
 
     if run.setup.ranks is None or not local:
         run.flush()
-        run.look_for_copies(last=True)
+        run.copying.look(run.recording.ledger, run.course.window, last=True)
     emit_findings(run)
     text = render(run.events.emit("observed", summary=summary(run, local=local))["summary"], names=classes)
     if run.feeding is not None:

@@ -10,18 +10,17 @@ from salience.errors import ConfigError
 from salience.plan import Shard
 from salience.report.sinks import Sink, guarded, sink
 from salience.run.part import Batch, Part, Setup, Voice
-from salience.watch import Steps, Stopwatch
+from salience.watch import Steps
 from salience.watch.probe import Probe, current_session
 from salience.watch.usage import UsageRecord
 
 
 class Watching(Part):
-    """Timers of the run, and how busy the machine is. `watch` has the seconds of salience itself, `steps` those of the loop."""
+    """Timers of the training loop, and how busy the machine is. The seconds of salience itself are in the Voice."""
 
     name = "watching"
 
     def __init__(self) -> None:
-        self.watch = Stopwatch()
         self.steps = Steps()
         self.probe: Probe | None = None
         """Measures the loader alone and the loop alone now and then; None unless it was asked for."""
@@ -51,10 +50,9 @@ class Watching(Part):
         self.steps.pause()
 
     def spent(self) -> dict[str, Any]:
-        """Fields of the `window` event: seconds of the window, of salience itself and of the steps; learning rate, machine."""
+        """Fields of the `window` event: seconds of the window and of its steps; learning rate, machine."""
         return {
             "seconds": time.perf_counter() - self._opened_at,
-            "overhead": dict(self.watch.seconds),
             "steps": self.steps.spent(),
             "lr": self.steps.lr,
             "usage": () if self.usage is None else self.usage.taken(),

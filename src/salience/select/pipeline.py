@@ -21,7 +21,7 @@ from salience.select.fetching import Exchange, Rng, Stock, exchange, exchange_no
 from salience.select.plugins import Plugin, plugin_of
 from salience.select.ranks import rank_normalise
 from salience.select.view import NO_REFERENCE, Bools, Candidates, Clock, Draw, Floats, Ids, Reference, View
-from salience.select.weights import loss_weights, scaled_weights
+from salience.select.weights import loss_weights, robust_strength, scaled_weights
 from salience.stats import known_mean
 
 Warn = Callable[[str], None]
@@ -159,7 +159,7 @@ class Pipeline:
             window=window, population=ledger.n, batch_size=batch, drop_last=drop_last,
             ids=ids, weights=weights, importance=importance[ids], level=np.zeros(len(ids), dtype=np.uint8),
             lr_scale=(batch / batch_size) ** self.config.lr_power if batching.constant else 1.0,
-            ranks=importance.astype(np.float16), notes=notes, noise=sifted.noise or 0.0,
+            ranks=importance.astype(np.float16), notes=notes, robust=robust_strength(self.config.robust, sifted.noise),
         )  # fmt: skip
 
     def batching(self, batch_size: int, world: int, drop_last: bool) -> Batching:

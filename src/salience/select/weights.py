@@ -1,10 +1,23 @@
-"""Loss weights from inclusion probabilities; they are computed nowhere else."""
+"""Loss weights from inclusion probabilities, and the weight of the early-learning term; they are computed nowhere else."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from salience.select.view import Floats
+
+MAX_HARMLESS_NOISE, MIN_FULL_NOISE, MAX_STRENGTH = 0.15, 0.35, 2.0
+"""The automatic strength is 0 up to the first estimated share of wrong labels, and the third number from the second one on."""
+
+
+def robust_strength(setting: float | str, noise: float | None) -> float:
+    """lambda of `early_learning`: the number given, or for "auto" one that follows the share of wrong labels (unknown: 0)."""
+    if not isinstance(setting, str):
+        return float(setting)
+    if noise is None or noise != noise:
+        return 0.0
+    share = (noise - MAX_HARMLESS_NOISE) / (MIN_FULL_NOISE - MAX_HARMLESS_NOISE)
+    return MAX_STRENGTH * min(1.0, max(0.0, share))
 
 
 def loss_weights(inclusion: Floats | None, drawn: int, population: int, temper: float = 1.0) -> Floats:

@@ -1,14 +1,20 @@
-"""Which class each sample has, from the targets that people pass to loss()."""
+"""What people pass to loss(): checks, the class of each sample, and the term that keeps wrong labels from being learnt."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from salience.batches import INTEGERS
 from salience.errors import LossError
+from salience.ledger import Ledger
+from salience.ledger.columns import VOTE_DECAY
+from salience.run.moving import tensors_of
+from salience.run.part import Batch
 
 Targets = Tensor | tuple[Tensor, Tensor, "float | Tensor"]
 """One class per sample [B], a table of probabilities [B, C], or mixed ones: (targets, targets of the partners, share)."""
@@ -30,6 +36,43 @@ class Labels(NamedTuple):
     hard: bool = True
     """False if the inputs were mixed, so that `classes` are only a part of what they show."""
     remark: str = ""
+
+
+def check_losses(caller: str, losses: Any, batch: Batch, kept: Tensor | None = None) -> None:
+    """Raise LossError unless there is one loss per sample of the batch, or of those that were picked."""
+    count = len(batch.ids) if kept is None else len(kept)
+    if not isinstance(losses, Tensor) or not losses.is_floating_point():
+        kind = losses.dtype if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+        raise LossError(f"{caller}() was given {kind}; pass the losses as a floating-point tensor, one per sample.")
+    if losses.shape == (count,):
+        return
+    if losses.dim() == 0:
+        raise LossError(f"{caller}() was given a single number; it needs one loss per sample: use reduction='none'.")
+    if losses.dim() > 1:
+        axes = tuple(range(1, losses.dim()))
+        raise LossError(
+            f"{caller}() was given losses of shape {tuple(losses.shape)}; it needs one per sample: reduce the rest first, "
+            f"e.g. losses.mean(dim={axes})."
+        )
+    leading = {len(part) for part in tensors_of(batch.content) if not part.is_nested and part.dim()}
+    if kept is None and len(losses) in leading:
+        raise LossError(
+            f"The collate function was given {count} samples and returned a batch of {len(losses)}, so it cannot be told whose "
+            "losses these are. Have it return salience.Collated(batch, positions), with the position of each row's sample."
+        )
+    raise LossError(
+        f"{caller}() was given {len(losses)} losses for a batch of {count} samples; pass one per sample. "
+        "A loop that fetches ahead must use with_ids=True and pass ids= to loss()."
+    )
+
+
+def check_counts(counts: Any, total: Tensor | float | None, batch: Batch, world: int) -> None:
+    """Raise LossError unless there is one count per sample of the batch."""
+    if not isinstance(counts, Tensor) or counts.shape != (len(batch.ids),):
+        given = f"have shape {tuple(counts.shape)}" if isinstance(counts, Tensor) else f"are a {type(counts).__name__}"
+        raise LossError(f"counts {given}; pass a tensor with one number per sample, [{len(batch.ids)}].")
+    if total is None and world > 1:
+        raise LossError("counts= needs total= with several ranks: the items of the whole step over all ranks.")
 
 
 def class_labels(count: int, logits: Tensor | None, targets: Targets | None) -> Labels:
@@ -99,3 +142,17 @@ def _mixed(count: int, logits: Tensor | None, targets: tuple[Tensor, Tensor, flo
     if isinstance(share, (int, float)) and share >= 1:  # nothing was mixed into this batch
         return class_labels(count, logits, own)
     return Labels(None, found.classes, delivered=found.delivered, hard=False)
+
+
+def early_learning(logits: Tensor, ids: npt.NDArray[np.int64], ledger: Ledger) -> Tensor:
+    """log(1 - <t, p>) per sample, [B], to be multiplied by lambda and added to the loss (Liu et al. 2020, ELR).
+
+    p is the prediction, t its average over the sample's visits, this one included (`Ledger.vote`, the VOTES strongest
+    classes): t <- b t + (1 - b) p. Its gradient pulls the prediction to what the model said before it learnt the label.
+    """
+    p = torch.softmax(logits.float(), dim=1)
+    classes = torch.from_numpy(ledger.vote[ids].astype(np.int64)).to(p.device, non_blocking=True)
+    before = torch.from_numpy(ledger.vote_p[ids].astype(np.float32)).to(p.device, non_blocking=True)
+    now = p.gather(1, classes.clamp_(max=p.shape[1] - 1)) * (before > 0)
+    average = VOTE_DECAY * before + (1 - VOTE_DECAY) * now.detach()
+    return torch.log((1 - (average * now).sum(dim=1)).clamp_min(1e-4))
