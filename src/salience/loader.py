@@ -197,7 +197,10 @@ class Loader(Door, Generic[T]):
         run = Run(parts, feeding=feeding, staging=staging, deciding=deciding, options=source.options)
         if deciding is not None:
             deciding.auto.start(
-                deciding.settings, parts.planning.steps(0), decides=parts.setup.rank == 0, adopted=bool(adopted)
+                deciding.settings,
+                parts.planning.expected(0).steps,
+                decides=parts.setup.rank == 0,
+                adopted=bool(adopted),
             )
         super().__init__(run, source, functools.partial(_scorer, source, parts.setup))
         self._source = source

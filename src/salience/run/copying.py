@@ -13,8 +13,8 @@ from salience.errors import ConfigError
 from salience.ledger import Ledger
 from salience.ledger.copies import Copies
 from salience.ledger.embeddings import Embeddings
-from salience.run.arrays import arrays, tensors
 from salience.run.part import Batch, Part, Setup, Voice
+from salience.run.state import arrays, tensors
 from salience.select import Pipeline
 from salience.select.redundancy import SEARCH_OPTIONS, CopySearch
 from salience.signals.features import FEATURE_WIDTH

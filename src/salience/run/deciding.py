@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from salience.decide import Auto, AvailableLevers, Settings
-from salience.errors import SalienceError, StateError
+from salience.errors import SalienceError
 from salience.events import SettingsChanged
 from salience.feed.sizes import memory_bytes
 from salience.feed.source import Source
@@ -171,12 +171,6 @@ class Deciding(Part):
         self.auto.load_state_dict(state["auto"])
         self._announced = bool(state["announced"])
         self._apply(self.auto.controller.settings)
-
-
-def check_auto(saved: Mapping[str, Any], deciding: Deciding | None) -> None:
-    """Raise StateError where the state was saved with `auto` and this run has none."""
-    if Deciding.name in saved and deciding is None:
-        raise StateError("The state was saved with auto, whose settings this Loader lacks; resume with the same auto=.")
 
 
 def cores_of(ranks: Ranks | None) -> int:

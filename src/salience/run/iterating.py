@@ -58,25 +58,22 @@ class Iterators:
         found = None if self._counts is None else self._counts()
         return None if found is one else found
 
-    def claim(self, one: BatchIterator, *, goes_on: bool) -> Iterator[Batch]:
-        """Open the next window for `one`, whose batches count from now on; `goes_on` = in the same epoch."""
+    def claim(self, one: BatchIterator, *, goes_on: bool, back: bool) -> Iterator[Batch]:
+        """Open a window for `one`, whose batches count from now on: the next one, `goes_on` = in the same epoch.
+
+        `back` = the one it had opened before another iterator planned that anew, and delivered no batch.
+        """
         other = self.other(one)
         if other is not None:
             other.let_go()
         self._counts = weakref.ref(one)
         run, source = self.run, self.source
-        draws = not (run.course.started and source.keeps_workers)
-        shard = run.open(worker_seed=draws, workers=source.has_workers, goes_on=goes_on)
+        if back:
+            shard = run.open_again(one.drawn if source.has_workers else None)
+        else:
+            draws = not (run.course.started and source.keeps_workers)
+            shard = run.open(worker_seed=draws, workers=source.has_workers, goes_on=goes_on)
         return source.start(shard, frozenset(run.course.delivered))
-
-    def claim_back(self, one: BatchIterator, order: Drawn | None) -> Iterator[Batch]:
-        """The window that `one` had opened, and another iterator planned anew before either of them delivered a batch."""
-        other = self.other(one)
-        if other is not None:
-            other.let_go()
-        self._counts = weakref.ref(one)
-        shard = self.run.open_again(order if self.source.has_workers else None)
-        return self.source.start(shard, frozenset(self.run.course.delivered))
 
     def peek(self, before: Drawn | None) -> Iterator[Any]:
         """Batches that do not count, in an order of their own: the one drawn `before`, at iter(), if there is one."""
@@ -106,7 +103,7 @@ class BatchIterator(Iterator[Any]):
         self._batch: Batch | None = None
         """The batch the loop is working on."""
         self._done = self._failed = self._ends = self._claimed = self._started = False
-        self._drawn: Drawn | None = None
+        self.drawn: Drawn | None = None
         """The order that a plain shuffle drew for it at iter()."""
         with iterators.lock:
             other = iterators.other(self)
@@ -134,56 +131,50 @@ class BatchIterator(Iterator[Any]):
 
     def __next__(self) -> Any:
         with self._iterators.lock:
-            return self._next()
+            run, source = self._iterators.run, self._iterators.source
+            if self._peeking is None:
+                self._begin()
+            if self._peeking is not None:
+                content = next(self._peeking)
+                run.recording.peeked = True
+                return content
+            self._failed = self._started = True
+            if self._batch is not None:
+                batch, self._batch = self._batch, None
+                run.take_back(batch)
+            if self._ends and run.course.left == 1 and (run.setup.short_tail or source.has_workers):
+                run.planning.order.finish()  # the sampler of a DataLoader comes to its end before the last batch is read
+            while self._batch is None:
+                try:
+                    self._batch = next(self._arriving)  # pyright: ignore[reportArgumentType]
+                except StopIteration:
+                    self._next_window()
+            content = run.deliver(self._batch)
+            self._failed = False
+            return content
 
-    def _next(self) -> Any:
-        if self._peeking is not None:
-            return self._peek()
+    def _begin(self) -> None:
+        """Have batches to come, if there are any, or peek where another iterator is in the middle of its window."""
         if self._done:
             raise StopIteration
         if self._serial != self._iterators.serial:
             raise StateError("This iterator was taken before load_state_dict(); call iter(loader) again.")
-        run, source = self._iterators.run, self._iterators.source
-        if self._arriving is None:
-            other = self._iterators.other(self)
-            if other is not None and other.in_use:
-                self._peeking = self._iterators.peek(self._drawn)
-                return self._peek()
-            if self._started:
-                raise StateError("Another iterator of this loader has taken over; call iter(loader) again.")
-            if self._claimed and run.course.pending:
-                self._arriving = self._iterators.claim_back(self, self._drawn)
-            else:
-                self._claim()
-        self._failed = self._started = True
-        if self._batch is not None:
-            batch, self._batch = self._batch, None
-            run.take_back(batch)
-        if run.course.left == 1 and self._ends and not source.has_workers and run.setup.short_tail:
-            run.planning.order.finish()  # the sampler of a DataLoader comes to its end before the last batch is read
-        while self._batch is None:
-            try:
-                self._batch = next(self._arriving)  # pyright: ignore[reportArgumentType]
-            except StopIteration:
-                self._next_window()
-        content = run.deliver(self._batch)
-        if run.course.complete and self._ends and source.has_workers:
-            run.planning.order.finish()
-        self._failed = False
-        return content
+        if self._arriving is not None:
+            return
+        other = self._iterators.other(self)
+        if other is not None and other.in_use:
+            self._peeking = self._iterators.peek(self.drawn)
+        elif self._started:
+            raise StateError("Another iterator of this loader has taken over; call iter(loader) again.")
+        else:
+            self._claim(back=self._claimed and self._iterators.run.course.pending)
 
-    def _peek(self) -> Any:
-        assert self._peeking is not None
-        content = next(self._peeking)
-        self._iterators.run.recording.peeked = True
-        return content
-
-    def _claim(self, *, goes_on: bool = False) -> None:
-        """Open the next window; its batches count."""
-        self._arriving, self._claimed = self._iterators.claim(self, goes_on=goes_on), True
+    def _claim(self, *, goes_on: bool = False, back: bool = False) -> None:
+        """Open a window, whose batches count."""
+        self._arriving, self._claimed = self._iterators.claim(self, goes_on=goes_on, back=back), True
         run = self._iterators.run
         self._ends = run.ends_epoch
-        self._drawn = run.planning.order.drawn if run.redraws else None
+        self.drawn = run.planning.order.drawn if run.redraws else None
 
     def _next_window(self) -> None:
         """Go on with the epoch's next window; StopIteration after its last one."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch.utils.data import Sampler
 
-from salience.errors import ConfigError, StateError
+from salience.errors import StateError
 from salience.plan import Shard
 from salience.run.run import Run
 
@@ -27,7 +27,7 @@ class PlannedSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """As `Loader.set_epoch`."""
-        check_epoch(self._run, epoch)
+        self._run.set_epoch(epoch)
 
 
 class PlannedBatches(Sampler[list[int]]):
@@ -46,22 +46,10 @@ class PlannedBatches(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """As `Loader.set_epoch`."""
-        check_epoch(self._run, epoch)
+        self._run.set_epoch(epoch)
 
 
 def _planned(run: Run) -> Shard:
     if run.course.shard is None or not run.course.open:
         raise StateError("No window is planned yet, so there are no ids to give; call iter(loader) first.")
     return run.course.shard
-
-
-def check_epoch(run: Run, epoch: int) -> None:
-    """Accept the epoch that a framework announces; the run counts its epochs itself."""
-    if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"set_epoch() was given {epoch!r}; it must be an integer of at least 0.")
-    mine = run.epoch
-    if epoch != mine and not (run.course.open and epoch == mine + 1):  # the epoch before may not have been told its end
-        run.voice.warn_once(
-            f"set_epoch({epoch}) was called and this run is in epoch {mine}, which it counts itself: nothing was changed. "
-            "After a restart, load_state_dict() brings it to where it was."
-        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,17 +16,27 @@ from salience.errors import ConfigError
 from salience.ledger import COLUMNS, Ledger, merge
 from salience.ledger.copies import Copies
 from salience.plan import Plan, Shard, Trace
-from salience.run.fixed import Fixed, told
 from salience.run.order import Drawn, PlainOrder
 from salience.run.part import Part, Setup, Voice
-from salience.run.selection import Select, at_mean_share, of_steps, resolve
+from salience.run.selection import Fixed, Select, at_mean_share, described, of_steps, resolve
 from salience.seeds import EVEN, PEEK, WORKERS, generator, torch_seed
 from salience.select import Clock, Pipeline
-from salience.select.batching import Batching, members
+from salience.select.batching import members
 from salience.select.fetching import Stock
 from salience.select.noise import contradictions
 from salience.select.steering import KEEP_SHARES, Paths, Steering, read_histories
 from salience.select.view import Reference
+
+
+class Expected(NamedTuple):
+    """A window, as far as it is known before it is planned."""
+
+    visits: int
+    """Over all ranks."""
+    steps: int
+    """Batches on each rank."""
+    lr_scale: float = 1.0
+    """Factor on the learning rate that goes with its batch size."""
 
 
 class Planning(Part):
@@ -111,7 +121,7 @@ class Planning(Part):
                 self.fixed.choose(plan, scored=bool(self.pipeline.scores))
             short = setup.drop_last and len(plan) < plan.batch_size  # nothing would be left of it
             if self._even or short:
-                plan = of_steps(plan, 1 if short else self.steps(window), generator(setup.seed, EVEN, window))
+                plan = of_steps(plan, 1 if short else self.expected(window).steps, generator(setup.seed, EVEN, window))
         elif isinstance(self.config, Trace):
             plan = self.config.read(window)
         else:
@@ -128,7 +138,7 @@ class Planning(Part):
         if self.pipeline is None:
             return ""
         visits = self.total_visits if self.pipeline.exact else None
-        return told(self.fixed, visits, self._setup.n * (self._setup.epochs or 0))
+        return described(self.fixed, visits, self._setup.n * (self._setup.epochs or 0))
 
     def _check_known(self, ledger: Ledger, plan: Plan) -> None:
         """Raise ConfigError where a window after the first would be selected by scores that know nothing."""
@@ -217,19 +227,26 @@ class Planning(Part):
 
     # --- the windows to come ---
 
-    def steps(self, window: int) -> int:
-        """Batches of a window on each rank, as far as they are known before it is planned."""
+    def expected(self, window: int) -> Expected:
+        """What a window will be; one past the end of the run is like that of the last epoch."""
         setup = self._setup
         if setup.windows is not None:
             window = min(window, setup.windows - setup.pieces + window % setup.pieces)
         if isinstance(self.config, Trace):
-            return len(self.config.read(window).shard(setup.rank, setup.world))
+            plan = self.config.read(window)
+            return Expected(len(plan), len(plan.shard(setup.rank, setup.world)), plan.lr_scale)
         window = window % setup.pieces if self._even else window
         size = self._size(window)
-        if self.pipeline is not None and setup.windows is not None:
-            return self._batching.steps(self._granted(window), size, last=window == setup.windows - 1)
-        whole, tail = divmod(size, setup.global_batch)
-        return whole + (not setup.drop_last and tail >= setup.world)
+        if self.pipeline is None:
+            whole, tail = divmod(size, setup.global_batch)
+            return Expected(size, whole + (not setup.drop_last and tail >= setup.world))
+        batching = self.pipeline.batching(setup.global_batch, setup.world, setup.drop_last)
+        granted, last = self._granted(window), window + 1 == setup.windows
+        shrunk = batching.batch(granted, size) / setup.global_batch if batching.constant else 1.0
+        return Expected(
+            batching.visits(granted, size, last=last), batching.steps(granted, size, last=last),
+            shrunk**self.pipeline.config.lr_power,
+        )  # fmt: skip
 
     def _size(self, window: int) -> int:
         """Samples among which a window chooses."""
@@ -238,76 +255,41 @@ class Planning(Part):
             return len(members(n, *divmod(window, pieces), pieces))
         return min(size, n - window % pieces * size)
 
+    def _granted(self, window: int) -> int:
+        """Visits the curve grants a window."""
+        assert self.pipeline is not None
+        assert self._setup.epochs is not None
+        return self.pipeline.budget(window // self._setup.pieces, self._setup.epochs, self._size(window), self._share)
+
     @property
     def total_steps(self) -> int | None:
         """Batches of the whole run on each rank, or None where a plug-in decides as it goes."""
         exact = self.pipeline is None or self.pipeline.exact or self._even
-        if self._setup.epochs is None or not exact:
+        if self._setup.windows is None or not exact:
             return None
-        windows = len(self.config) if isinstance(self.config, Trace) else self._setup.windows or 0
-        return sum(self.steps(window) for window in range(windows))
+        return sum(self.expected(window).steps for window in range(self._setup.windows))
 
     @property
     def total_visits(self) -> int | None:
         """Visits of the whole run before its first window is planned; None without `epochs`."""
-        budgets = self._budgets(0)
-        return None if budgets is None else sum(budgets)
+        return None if self._setup.windows is None else sum(self._visits_from(0))
 
     def later(self, window: int, visits: int) -> int | None:
         """Visits to expect after `window`, which makes `visits`: the curve's, corrected by what this window did to it.
 
         A rule that spends more than the curve grants will do so again; a filter that leaves less keeps doing so.
         """
-        budgets = self._budgets(min(window, (self._setup.windows or 1) - 1))
-        if budgets is None:
+        if self._setup.windows is None:
             return None
-        granted, *later = budgets
+        granted, later = self.expected(window).visits, self._visits_from(window + 1)
         if visits > granted:
-            later = [max(budget, visits) for budget in later]
+            later = [max(expected, visits) for expected in later]
         elif visits < granted:
-            later = [min(budget, visits) for budget in later]
+            later = [min(expected, visits) for expected in later]
         return sum(later)
 
-    def visits(self, window: int) -> int:
-        """Visits of a window, as far as they are known before it is planned."""
-        budgets = None if self.config is None else self._budgets(min(window, (self._setup.windows or 1) - 1))
-        return self._size(window) if budgets is None else budgets[0]
-
-    def lr_scale(self, window: int) -> float | None:
-        """Factor on the learning rate that goes with a window's batch size; None past the last window."""
-        setup = self._setup
-        if setup.windows is None or window >= setup.windows:
-            return None
-        if isinstance(self.config, Trace):
-            return self.config.read(window).lr_scale
-        if self.pipeline is None or not self._batching.constant:
-            return 1.0
-        batch = self._batching.batch(self._granted(window), self._size(window))
-        return (batch / setup.global_batch) ** self.pipeline.config.lr_power
-
-    def _budgets(self, first: int) -> list[int] | None:
-        """Planned visits of each window from `first` on; None when the number of windows is not known."""
-        windows = self._setup.windows
-        if windows is None:
-            return None
-        if isinstance(self.config, Trace):
-            return [len(self.config.read(w)) for w in range(first, len(self.config))]
-        if self.pipeline is None:
-            return [self._size(w) for w in range(first, windows)]
-        batching = self._batching
-        return [batching.visits(self._granted(w), self._size(w), last=w == windows - 1) for w in range(first, windows)]
-
-    @property
-    def _batching(self) -> Batching:
-        assert self.pipeline is not None
-        setup = self._setup
-        return self.pipeline.batching(setup.global_batch, setup.world, setup.drop_last)
-
-    def _granted(self, window: int) -> int:
-        """Visits the curve grants a window."""
-        assert self.pipeline is not None
-        assert self._setup.epochs is not None
-        return self.pipeline.budget(window // self._setup.pieces, self._setup.epochs, self._size(window), self._share)
+    def _visits_from(self, first: int) -> list[int]:
+        return [self.expected(window).visits for window in range(first, self._setup.windows or 0)]
 
     # --- a share that follows validation results ---
 

@@ -16,9 +16,9 @@ from salience.ledger import Ledger, Recorder
 from salience.ledger.exchange import shared_ledger
 from salience.ledger.history import History
 from salience.plan import Shard
-from salience.run.arrays import arrays, tensors
 from salience.run.losses import OFF, Labels, Targets, class_labels, early_learning
 from salience.run.part import Batch, Part, Setup, Voice
+from salience.run.state import arrays, tensors
 from salience.run.visits import Visits
 from salience.seeds import PICK, torch_generator
 from salience.select.noise import judge

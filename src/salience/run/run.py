@@ -325,14 +325,14 @@ class Run:
             if not course.complete:
                 return last
             window += 1
-        following = self.planning.lr_scale(window)
-        return last if following is None else following
+        past = self.setup.windows is None or window >= self.setup.windows
+        return last if past else self.planning.expected(window).lr_scale
 
     def __len__(self) -> int:
         """Batches of the epoch in progress, or of the next one."""
         course, pieces = self.course, self.setup.pieces
         first = course.window // pieces * pieces
-        steps = {window: self.planning.steps(window) for window in range(first, first + pieces)}
+        steps = {window: self.planning.expected(window).steps for window in range(first, first + pieces)}
         if course.open and course.shard is not None:
             steps[course.window] = len(course.shard)
         else:
@@ -344,13 +344,26 @@ class Run:
         """The epoch in progress, or the next one between two epochs."""
         return self.course.window // self.setup.pieces
 
+    def set_epoch(self, epoch: int) -> None:
+        """Accept the epoch that a framework announces; the run counts its epochs itself."""
+        if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"set_epoch() was given {epoch!r}; it must be an integer of at least 0.")
+        mine = self.epoch
+        if epoch != mine and not (
+            self.course.open and epoch == mine + 1
+        ):  # the one before may not have been told its end
+            self.voice.warn_once(
+                f"set_epoch({epoch}) was called and this run is in epoch {mine}, which it counts itself: nothing was changed. "
+                "After a restart, load_state_dict() brings it to where it was."
+            )
+
     @property
     def visits_of_window(self) -> int:
         """Visits of the window in progress, or of the next one as far as they are known, over all ranks."""
         course = self.course
         if course.open and course.shard is not None:
             return len(course.shard.plan)
-        return self.planning.visits(course.window)
+        return self.planning.expected(course.window).visits
 
     @property
     def ends_epoch(self) -> bool:

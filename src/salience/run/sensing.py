@@ -20,8 +20,8 @@ from salience.ledger.embeddings import Embeddings
 from salience.ledger.statistics import finish
 from salience.plan import Shard
 from salience.ranks import Ranks
-from salience.run.arrays import arrays, tensors
 from salience.run.part import Batch, Part, Setup, Voice
+from salience.run.state import arrays, tensors
 from salience.seeds import TIES, generator
 from salience.select.reference import reference_of
 from salience.select.view import Reference

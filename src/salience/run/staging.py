@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from salience.errors import ConfigError, StateError
+from salience.errors import ConfigError
 from salience.ledger import Ledger
 from salience.ledger.copies import Copies
 from salience.plan import Plan, Shard
@@ -120,14 +120,6 @@ class Staging(Part):
         self.treating.load_state_dict(state)
         result = state.get("result")
         self._result = None if result is None else (float(result[0]), int(result[1]))
-
-
-def check_stages(saved: Mapping[str, Any], staging: Staging | None) -> None:
-    """Raise StateError where the state was saved with stages and there are none, or the other way round."""
-    if staging is None and Staging.name in saved:
-        raise StateError("The state was saved with stages and this Loader has none; resume with the same augment=.")
-    if staging is not None and Staging.name not in saved:
-        staging.treating.load_state_dict(None)  # says which stages were expected
 
 
 def treatment_summary(treating: Treating) -> str:

@@ -1,4 +1,4 @@
-"""A run as something to save and to resume: what its state holds, and what must be the same for a state to fit."""
+"""Saving a run and resuming it: what its state holds, what must be the same for it to fit, and how arrays travel in it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from salience.errors import StateError
+from salience.ledger import COLUMNS
 from salience.plan import Shard
-from salience.run.arrays import arrays, tensors
-from salience.run.deciding import check_auto
-from salience.run.staging import check_stages
 from salience.select.reference import checksum
 
 if TYPE_CHECKING:
     from salience.run.run import Run
 
 STATE_VERSION = 4
+LACKING = {
+    "treating": "The state was saved with stages and this Loader has none; resume with the same augment=.",
+    "deciding": "The state was saved with auto, whose settings this Loader lacks; resume with the same auto=.",
+}
+"""What is said where a part has a state and the run has no such part."""
 
 
 def saved(run: Run) -> dict[str, Any]:
@@ -49,13 +54,17 @@ def resume(run: Run, state: Mapping[str, Any]) -> None:
             "the salience that saved it, or start anew with ledger= the ledger of that run."
         )
     _check_fits(run, state)
-    check_stages(state["parts"], run.staging)
-    check_auto(state["parts"], run.deciding)
+    parts, mine = state["parts"], {part.name: part for part in run.all_parts}
+    for name, complaint in LACKING.items():
+        if name in parts and name not in mine:
+            raise StateError(complaint)
+    if run.staging is not None and run.staging.name not in parts:
+        run.staging.treating.load_state_dict(None)  # says which stages were expected
     if state["world"] != run.setup.world:
         _keep_batches(run, state)
-    for part in run.all_parts:
-        if part.name in state["parts"]:
-            part.load_state_dict(state["parts"][part.name])
+    for name, part in mine.items():
+        if name in parts:
+            part.load_state_dict(parts[name])
     run.sensing.go_on(run.copying.embeddings)
     run.evaluations = [(float(progress), float(metric)) for progress, metric in state["evaluations"]]
     run.course.load_state_dict(state["course"])
@@ -131,3 +140,21 @@ def _identity(run: Run) -> dict[str, Any]:
         "select": run.planning.described, "reference": checksum(run.sensing.given),
         "embeddings": None if run.copying.search is None else run.copying.search.given,
     }  # fmt: skip
+
+
+def tensors(of: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    """Copies as tensors; unsigned integers travel under a signed type."""
+    return {
+        name: torch.from_numpy(np.array(a.view(f"i{a.itemsize}") if a.dtype.kind == "u" and a.itemsize > 1 else a))
+        for name, a in of.items()
+    }
+
+
+def arrays(of: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """The arrays behind such tensors, ledger columns with their own type."""
+    found: dict[str, np.ndarray] = {name: tensor.numpy() for name, tensor in of.items()}
+    for name, array in found.items():
+        dtype = np.dtype(COLUMNS[name].dtype) if name in COLUMNS else array.dtype
+        if dtype != array.dtype:
+            found[name] = array.view(dtype)
+    return found
