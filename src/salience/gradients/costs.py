@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from salience.gradients.exchange import join
+from salience.gradients.exchange import RoundedMean, join
 from salience.gradients.modes import MODES, WHOLE, resolve
-from salience.gradients.rounding import RoundedMean
 from salience.gradients.rules import matrix_shape
 
 MESSAGES = {"allreduce": 1, "bf16": 1, "lowrank": 2, "topk": 1, "local": 3}

@@ -1,17 +1,37 @@
-"""What every way to exchange gradients has in common, and the plain one: everything travels, as it is or in 16 bits."""
+"""What every way to exchange gradients has in common, and the plain ones: everything travels, as it is or in 16 bits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from copy import copy
+from typing import Any, ClassVar, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from salience.errors import RankError
 from salience.gradients.link import Link
 
 
-class Exchange(Protocol):
+class Saved(Protocol):
+    """What is saved of an exchange, by the names of its attributes."""
+
+    counters: ClassVar[tuple[str, ...]] = ()
+    """Equal on every rank, and good for any number of them."""
+    residuals: ClassVar[tuple[str, ...]] = ()
+    """This rank's own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in (*self.counters, *self.residuals)}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, residuals: bool = True) -> None:
+        """Take over what was saved; without `residuals`, the counters alone."""
+        for name in (*self.counters, *(self.residuals if residuals else ())):
+            setattr(self, name, copy(state[name]))
+
+
+class Exchange(Saved, Protocol):
     """Replaces the gradients of a backward pass by their mean over the ranks, or by what of it may travel now.
 
     `begin` is called for each bucket in the same order on every rank, then `finish` once with the gradients of all parameters,
@@ -43,12 +63,6 @@ class Exchange(Protocol):
     def restart(self) -> None:
         """Parameters were loaded, equal on all ranks: go on from them."""
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any], *, residuals: bool = True) -> None:
-        """Without `residuals` only what is the same on every rank and for any number of them: counters."""
-
 
 class Whole(Exchange):
     """All gradients travel in every step, as they are or rounded to `dtype`. Sent while the backward pass goes on."""
@@ -75,7 +89,7 @@ class Whole(Exchange):
                 bucket.copy_(travelling)
 
 
-class Averager(Protocol):
+class Averager(Saved, Protocol):
     """Sends this rank's progress and returns the updates that all ranks make, in order; called in a thread of its own."""
 
     def __call__(self, vector: Tensor, count: int, *, together: bool) -> list[Tensor]:
@@ -85,10 +99,44 @@ class Averager(Protocol):
     def leave(self) -> None:
         """Nothing more will be sent."""
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+class RoundedMean(Averager):
+    """A mean over ranks in which every number travels in 16 bits, and no rounding error is lost.
+
+    Each rank adds up one part of the vector in float32; parts travel there and back as bfloat16. What rounding takes off is
+    kept and added the next time, on both ways. The result is bitwise the same on every rank.
+    """
+
+    residuals = ("own", "part")
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.own: Tensor | None = None
+        """Rounding errors of this rank's vector, [world, part]."""
+        self.part: Tensor | None = None
+        """Rounding errors of the part that this rank adds up."""
+
+    def __call__(self, vector: Tensor, count: int, *, together: bool = True) -> list[Tensor]:
+        """The mean, as the one update that all ranks make; `count` is the number of steps made, which must be equal."""
+        del together  # ranks always are
+        counts: list[int] = self.link.gather(torch.tensor([count])).flatten().tolist()
+        if len(set(counts)) > 1:
+            said = ", ".join(f"rank {rank}: {n}" for rank, n in enumerate(counts))
+            raise RankError(
+                f"Ranks disagree on the number of optimizer steps ({said}); every rank must make the same number of steps "
+                "before parameters are averaged."
+            )
+        world = self.link.world
+        sent, self.own = rounded(F.pad(vector, (0, -len(vector) % world)).view(world, -1), self.own)
+        mean, self.part = rounded(self.link.shuffle(sent).float().mean(0), self.part)
+        return [self.link.gather(mean).float().view(-1)[: len(vector)]]
+
+
+def rounded(values: Tensor, error: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The values, with the rounding error of before, as bfloat16, and the error of this time."""
+    whole = values if error is None else values + error
+    sent = whole.to(torch.bfloat16)
+    return sent, whole - sent.float()
 
 
 def join(tensors: Sequence[Tensor]) -> Tensor:

@@ -7,8 +7,7 @@ gradients, so the decision is the same everywhere and costs nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ class Lazy(Exchange):
     """Layers travel when they have gathered `threshold` times their usual gradient, or after `tau` steps; small ones always."""
 
     lossy = True
+    residuals = ("pools", "usual", "ages", "due")  # what is due depends on what has been gathered
 
     def __init__(self, link: Link, *, threshold: float, tau: int, small: int) -> None:
         self.link, self.threshold, self.tau, self.small = link, threshold, tau, small
@@ -72,12 +72,3 @@ class Lazy(Exchange):
             # What will have been gathered by then: what waits now, and one more gradient in its direction.
             ahead = norms[i] + (0.0 if due else norms[count + i])
             self.due[i] = small or travels(ahead, self.usual[i], self.ages[i], threshold=self.threshold, tau=self.tau)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"pools": self.pools, "usual": self.usual, "ages": self.ages, "due": self.due}
-
-    def load_state_dict(self, state: Mapping[str, Any], *, residuals: bool = True) -> None:
-        if not residuals:
-            return  # what is due depends on what has been gathered
-        self.pools, self.usual = list(state["pools"]), list(state["usual"])
-        self.ages, self.due = list(state["ages"]), list(state["due"])

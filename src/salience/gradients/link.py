@@ -98,11 +98,6 @@ class Link:
             tensor.div_(self.world), dist.get_global_rank(self.group, 0), group=self.group, async_op=True
         )
 
-    def collect(self, tensor: Tensor) -> Tensor:
-        """Turn `tensor` into the mean over the ranks on the group's first rank; on the others it is spent."""
-        self.wait(self.start_collect(tensor))
-        return tensor
-
     def check_equal(self, digest: int) -> None:
         """All ranks must have come to the same parameters."""
         digests: list[int] = self.gather(torch.tensor([digest])).flatten().tolist()

@@ -8,8 +8,7 @@ issues its collectives per bucket and out of order; here the number of buckets d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ class LowRank(Exchange):
     """PowerSGD of rank `rank` with error feedback; what it would not halve travels whole, and everything does at first."""
 
     lossy = True
+    counters, residuals = ("step", "factors"), ("errors",)
 
     def __init__(self, link: Link, *, rank: int, warmup: int, seed: int = 0) -> None:
         """`warmup` is the number of first steps in which everything travels whole."""
@@ -67,11 +67,3 @@ class LowRank(Exchange):
                 self.errors[i] = matrices[i].sub_(product)
                 self.factors[i] = q
         self.step += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "errors": self.errors, "factors": self.factors}
-
-    def load_state_dict(self, state: Mapping[str, Any], *, residuals: bool = True) -> None:
-        self.step, self.factors = int(state["step"]), dict(state["factors"])
-        if residuals:
-            self.errors = dict(state["errors"])

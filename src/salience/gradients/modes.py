@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from salience.errors import ConfigError, did_you_mean
-from salience.gradients.exchange import Exchange, Whole
+from salience.gradients.exchange import Exchange, RoundedMean, Whole
 from salience.gradients.hybrid import Hybrid, Shard, make_shards
 from salience.gradients.lazy import Lazy
 from salience.gradients.link import Link, Notes
@@ -20,7 +20,6 @@ from salience.gradients.local import Local
 from salience.gradients.lowrank import LowRank
 from salience.gradients.nodes import Grouped, GroupedAverager, Nodes, new_group
 from salience.gradients.quorum import Quorum
-from salience.gradients.rounding import RoundedMean
 from salience.gradients.sparse import Sparse
 
 
@@ -34,34 +33,29 @@ class Option(NamedTuple):
     allows: Callable[[Any], bool]
 
 
-def _number(default: float | None, low: float, high: float) -> Option:
-    return Option(
-        default, f"a number from {low:g} to {high:g}", partial(_between, kinds=(int, float), low=low, high=high)
-    )
+def _number(
+    default: float | None, low: float, high: float, kinds: Any = (int, float), what: str = "a number"
+) -> Option:
+    def allows(value: Any) -> bool:
+        return isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
+
+    return Option(default, f"{what} from {low:g} to {high:g}", allows)
 
 
 def _whole(default: int | None, low: int, high: float) -> Option:
-    return Option(default, f"a whole number from {low:g} to {high:g}", partial(_between, kinds=int, low=low, high=high))
+    return _number(default, low, high, int, "a whole number")
 
 
 def _flag(default: bool) -> Option:
-    return Option(default, "True or False", _is_flag)
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _between(value: Any, *, kinds: Any, low: float, high: float) -> bool:
-    return isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
-
-
-def _is_pair(value: Any) -> bool:
-    return _is_list(value, (int, float)) and len(value) == 2
+    return Option(default, "True or False", lambda value: isinstance(value, bool))
 
 
 def _is_list(value: Any, of: Any = int) -> bool:
     return isinstance(value, (tuple, list)) and all(isinstance(one, of) for one in cast("Sequence[Any]", value))
+
+
+def _is_pair(value: Any) -> bool:
+    return _is_list(value, (int, float)) and len(value) == 2
 
 
 class Mode(NamedTuple):

@@ -8,9 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from salience.gradients.exchange import Averager, Exchange, join, split
+from salience.gradients.exchange import Averager, Exchange, RoundedMean, join, split
 from salience.gradients.link import Link, Notes
-from salience.gradients.rounding import RoundedMean
 
 PIECE = 1 << 18
 """Values that travel at once where whole gradients are added up in groups."""
@@ -63,7 +62,8 @@ class Grouped(Exchange):
             self._in_pieces(flat.split(PIECE))
             split(flat, gradients)
             return
-        flat = self.nodes.inside.collect(join(gradients))
+        flat = join(gradients)
+        self.nodes.inside.wait(self.nodes.inside.start_collect(flat))
         if self.across is not None:
             split(flat.mul_(self.nodes.weight), gradients)
             self.across.finish(gradients)
@@ -108,9 +108,9 @@ class GroupedAverager(Averager):
     def state_dict(self) -> dict[str, Any]:
         return {} if self.across is None else self.across.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, residuals: bool = True) -> None:
         if self.across is not None and state:
-            self.across.load_state_dict(state)
+            self.across.load_state_dict(state, residuals=residuals)
 
 
 def new_group(parent: Any, ranks: Sequence[int]) -> Any:

@@ -13,17 +13,15 @@ Everything travels as bfloat16 with the rounding errors kept, from rank to rank 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from salience.errors import RankError
-from salience.gradients.exchange import Averager
+from salience.gradients.exchange import Averager, rounded
 from salience.gradients.link import Link
 
 REGULAR, TOGETHER, LEAVE = range(3)
@@ -63,11 +61,9 @@ class Rounds:
         together = len(self.waiting) == self.world and all(asks == TOGETHER for asks in self.waiting.values())
         if not together and (len(self.waiting) < self.quorum or late):
             return {}
-        mean = self.total / len(self.waiting)
-        mean = mean if self.error is None else mean + self.error
-        rounded = mean.to(torch.bfloat16)
-        self.error, self.total = mean - rounded.float(), None
-        self.updates.append(rounded)
+        update, self.error = rounded(self.total / len(self.waiting), self.error)
+        self.total = None
+        self.updates.append(update)
         answers: dict[int, list[Tensor]] = {}
         for one, asks in list(self.waiting.items()):
             self.sent[one] = len(self.updates)
@@ -87,6 +83,8 @@ class Rounds:
 class Quorum(Averager):
     """Sends this rank's progress to the first rank and returns the updates to make."""
 
+    residuals = ("own",)
+
     def __init__(self, link: Link, *, quorum: int | None = None, staleness: int = 2) -> None:
         """`quorum` None = more than half of the ranks. `staleness` is how many rounds a rank may miss in a row."""
         self.link = link
@@ -104,9 +102,7 @@ class Quorum(Averager):
             self._size = len(vector)
             for rank in range(1, self.link.world if self.link.rank == 0 else 0):
                 threading.Thread(target=self._serve, args=(rank,), daemon=True, name=f"salience-quorum-{rank}").start()
-        whole = vector if self.own is None else vector + self.own
-        values = whole.to(torch.bfloat16)
-        self.own = whole - values.float()
+        values, self.own = rounded(vector, self.own)
         self.link.sent += values.nbytes
         asks = TOGETHER if together else REGULAR
         return [update.float() for update in self._ask(asks, values)]
@@ -166,9 +162,3 @@ class Quorum(Averager):
                 dist.send(torch.tensor([len(updates)]), group=self.link.group, group_dst=one)
                 for update in updates:
                     dist.send(update, group=self.link.group, group_dst=one)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"own": self.own}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.own = state["own"]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ class Sparse(Exchange):
     """
 
     lossy = True
+    counters, residuals = ("step", "norms"), ("pools", "velocities")
 
     def __init__(self, link: Link, *, kernels: bool, rate: float, momentum: float, warmup: int, small: int) -> None:
         self.link, self.kernels, self.rate, self.momentum = link, kernels, rate, momentum
@@ -32,7 +32,7 @@ class Sparse(Exchange):
         self.pools: list[Tensor | None] = []
         """What has stayed behind so far, flat; None for layers that travel whole."""
         self.velocities: list[Tensor | None] = []
-        self._norms: list[float] = []
+        self.norms: list[float] = []
         """Mean gradient norm of each pooled layer in the step before, the same on every rank."""
 
     def finish(self, gradients: Sequence[Tensor]) -> None:
@@ -42,7 +42,7 @@ class Sparse(Exchange):
         whole = [i for i, pool in enumerate(self.pools) if pool is None]
         units = [self._unit(gradients[i]) for i in pooled]
         sizes = [gradients[i].numel() // unit for i, unit in zip(pooled, units, strict=True)]
-        counts = layer_counts(warm_rate(self.rate, self.step, self.warmup), sizes, self._norms or [0.0] * len(sizes))
+        counts = layer_counts(warm_rate(self.rate, self.step, self.warmup), sizes, self.norms or [0.0] * len(sizes))
         norms = torch.stack([gradients[i].float().norm() for i in pooled]) if pooled else torch.zeros(0)
         fine = bool(norms.isfinite().all())  # else nothing is pooled: the step is lost, not the run
         chosen: list[Tensor] = []
@@ -75,7 +75,7 @@ class Sparse(Exchange):
             for i in pooled:
                 gradients[i].fill_(torch.nan)
         else:
-            self._norms = found.mean(0).tolist()
+            self.norms = found.mean(0).tolist()
         self.step += 1
 
     def _choose(self, i: int, gradient: Tensor, unit: int, count: int) -> tuple[Tensor, Tensor]:
@@ -108,14 +108,6 @@ class Sparse(Exchange):
             self.velocities.append(
                 torch.zeros_like(pool) if (pool := self.pools[-1]) is not None and self.momentum else None
             )
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "pools": self.pools, "velocities": self.velocities, "norms": self._norms}
-
-    def load_state_dict(self, state: Mapping[str, Any], *, residuals: bool = True) -> None:
-        self.step, self._norms = int(state["step"]), list(state["norms"])
-        if residuals:
-            self.pools, self.velocities = list(state["pools"]), list(state["velocities"])
 
 
 def _typed(columns: Tensor, dtype: torch.dtype) -> Tensor:

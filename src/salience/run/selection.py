@@ -10,11 +10,12 @@ import numpy as np
 
 from salience.config import SelectConfig, Use, read_toml
 from salience.errors import ConfigError
-from salience.plan import Plan, Trace
+from salience.plan import Note, Plan, Trace
 from salience.run.part import Setup
 from salience.run.state import arrays, tensors
+from salience.seeds import STATIC, generator
 from salience.select import Clock, Pipeline, preset
-from salience.select.static import again, opinions_of
+from salience.select.reference import opinions_of
 
 Select = str | SelectConfig | Mapping[str, Any] | Trace | None
 
@@ -80,10 +81,19 @@ class Fixed:
         """The plan that chose the subset; None before that."""
 
     def later(self, window: int) -> Plan | None:
-        """The plan of a window after the one that chose."""
+        """The plan of a window after the one that chose: the same samples and weights in a new order."""
         if self.chosen is None or window <= self.chosen.window:
             return None
-        return again(self.chosen, window, self._setup.seed)
+        chosen = self.chosen
+        order = generator(self._setup.seed, STATIC, window).permutation(len(chosen))
+        fixed = Note(
+            name="static", dropped=chosen.population - len(chosen), forced=0,
+            reason=f"one fixed subset of {len(chosen):,} samples, chosen in window {chosen.window}",
+        )  # fmt: skip
+        return replace(
+            chosen, window=window, ids=chosen.ids[order], weights=chosen.weights[order],
+            importance=chosen.importance[order], level=np.zeros(len(chosen), dtype=np.uint8), notes=(fixed,),
+        )  # fmt: skip
 
     def choose(self, plan: Plan, *, scored: bool) -> None:
         """Keep the samples of `plan` for the rest of the run, if it is time to."""

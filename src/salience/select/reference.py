@@ -89,3 +89,14 @@ def ledger_file(path: str | Path) -> Path:
             f"The folder {str(path)!r} holds no ledger.npz; a run writes it at its end. Name a ledger file."
         )
     return path / "ledger.npz"
+
+
+def opinions_of(paths: Sequence[str], n: int) -> list[Ledger]:
+    """The ledgers of other runs over the same `n` samples, by file or run folder."""
+    found = [ledgers.load(ledger_file(path)) for path in paths]
+    for path, ledger in zip(paths, found, strict=True):
+        if ledger.n != n:
+            raise ConfigError(
+                f"select.ledgers: {path!r} has {ledger.n} samples, the data set {n}; they must be the same, in order."
+            )
+    return found
