@@ -5,9 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 
-SCRIPT = """
-import resource, sys
+import pytest
+
+MEMORY = """
+import gc, re, sys
 import numpy as np
+
+
+def resident(which):
+    gc.collect()
+    with open("/proc/self/status") as file:
+        return int(re.search(which + r":\\s+(\\d+) kB", file.read())[1]) >> 10
+
+"""
+
+PLANS = """
 from salience.config import SelectConfig, Use
 from salience.ledger import Ledger
 from salience.select import Pipeline, preset
@@ -29,7 +41,7 @@ ledger.mean_loss[:] = ledger.last_loss[:] = rng.random(n)
 ledger.margin[:], ledger.el2n[:], ledger.seen[:], ledger.trained[:] = 1, 0.5, 8, 8
 ledger.last_seen[:] = 3
 ledger.course[:] = [(0.3 - 0.01 * k, 0.2, n / 10, 0.0) for k in range(8)]
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = resident("VmRSS")
 filters = tuple(Use(name=name) for name in ("noise", "class_floor", "tail", "redundancy"))
 full = SelectConfig(filters=filters, scores=(Use(name="el2n"),), sampler=Use(name="ratio"), keep=Use(name="constant"))
 for config in (preset("default"), full):
@@ -37,13 +49,41 @@ for config in (preset("default"), full):
 assert contradictions(ledger).rate > 0.1
 assert study(ledger).findings.class_count == classes
 assert summarise(ledger, full, windows=10)["class_count"] == classes
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+print(resident("VmHWM") - before)
+"""
+
+RUN = """
+import torch
+import salience
+
+classes, n, folder = int(sys.argv[1]), 2 * int(sys.argv[1]), sys.argv[2]
+labels = (np.random.default_rng(0).permutation(n) % classes).astype(np.int32)
+targets = torch.from_numpy(labels).long()
+selector = salience.Selector(n, batch_size=20_000, epochs=4, select="default", labels=labels)
+before = resident("VmRSS")
+for _ in range(4):
+    for ids, _ in selector:
+        selector.loss(torch.rand(len(ids)), targets=targets[ids])
+selector.report(folder + "/report.html")
+assert selector.summary()["class_count"] == classes
+torch.save(selector.state_dict(), folder + "/state.pt")
+print(resident("VmHWM") - before)
 """
 
 
-def test_two_hundred_thousand_classes_take_little_memory():
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, "200000"], capture_output=True, text=True, timeout=300, check=False
-    )
+def megabytes(script: str, *given: object) -> int:
+    """What a script in a process of its own prints at its end: MB over its ledger, at the most."""
+    command = [sys.executable, "-W", "ignore", "-c", MEMORY + script, *map(str, given)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 250, "MB over the ledger, whose own 400,000 rows have 35"
+    return int(done.stdout)
+
+
+def test_two_hundred_thousand_classes_take_little_memory():
+    assert megabytes(PLANS, 200_000) < 250, "MB over the ledger, whose own 400,000 rows have 35"
+
+
+@pytest.mark.slow
+def test_a_million_classes_with_two_million_samples_stay_within_a_gigabyte_over_the_ledger(tmp_path):
+    assert megabytes(PLANS, 1_000_000) < 1024
+    assert megabytes(RUN, 1_000_000, tmp_path) < 1024
