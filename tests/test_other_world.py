@@ -207,7 +207,7 @@ def test_visits_that_fill_up_are_neither_recorded_nor_learnt_from():
         loader.loss(torch.ones(len(ids)))
     run = loader._run
     run.course.resume(run.course.shard.among(0, 4, {0, 1, 2, 3}).of(3), {0, 1, 2, 3})
-    loader._iterators.serial += 1
+    run.resumes += 1
     (ids, weights), *more = loader
     assert (len(ids), weights.tolist(), more) == (1, [0.0], [])
     assert float(loader.loss(torch.ones(1))) == 0.0

@@ -20,7 +20,7 @@ from salience.plan import Plan
 from salience.report.html import SampleNames, framed, live_page
 from salience.report.words import Names
 from salience.run import Run, telling
-from salience.run.iterating import BatchIterator, BatchSource, Iterators
+from salience.run.iterating import BatchIterator
 from salience.run.losses import Targets
 from salience.run.sensing import MakeScorer
 from salience.run.state import resume, saved
@@ -33,8 +33,8 @@ from salience.watch.probe import Probe
 class Door:
     """The front of a run, which `Loader` and `Selector` share."""
 
-    def __init__(self, run: Run, source: BatchSource, make_scorer: MakeScorer | None = None) -> None:
-        self._run, self._iterators, self._make_scorer = run, Iterators(run, source), make_scorer
+    def __init__(self, run: Run, make_scorer: MakeScorer | None = None) -> None:
+        self._run, self._make_scorer = run, make_scorer
         self._handle = register(run)
         if run.planning.lacks_baseline:
             run.voice.warn(
@@ -46,7 +46,7 @@ class Door:
 
     def __iter__(self) -> BatchIterator:
         """The batches of the next epoch. It is used up once a batch is taken from it."""
-        return BatchIterator(self._iterators)
+        return BatchIterator(self._run)
 
     def __len__(self) -> int:
         """Batches of the epoch in progress, or of the next one; exact once iter() was called, if it is planned at once."""
@@ -360,7 +360,6 @@ class Door:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict()` was taken: the next iteration delivers the rest of that window."""
         resume(self._run, state)
-        self._iterators.serial += 1
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise StateError(

@@ -194,7 +194,7 @@ class Loader(Door, Generic[T]):
                 parts.setup, parts.voice, chooser, workers=source, feeding=feeding, planning=parts.planning,
                 staging=staging, watching=parts.watching,
             )  # fmt: skip
-        run = Run(parts, feeding=feeding, staging=staging, deciding=deciding, options=source.options)
+        run = Run(parts, source, feeding=feeding, staging=staging, deciding=deciding, options=source.options)
         if deciding is not None:
             deciding.auto.start(
                 deciding.settings,
@@ -202,7 +202,7 @@ class Loader(Door, Generic[T]):
                 decides=parts.setup.rank == 0,
                 adopted=bool(adopted),
             )
-        super().__init__(run, source, functools.partial(_scorer, source, parts.setup))
+        super().__init__(run, functools.partial(_scorer, source, parts.setup))
         self._source = source
 
     def __iter__(self) -> BatchIterator:

@@ -66,7 +66,7 @@ class Selector(Door):
         if labels is not None:
             parts.recording.ledger.set_labels(labels)
         self.device = torch.device(device)
-        super().__init__(Run(parts), IdSource(self.device))
+        super().__init__(Run(parts, IdSource(self.device)))
 
 
 class IdSource:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ GLOBAL = "global"
 """Given as `generator`: draw from torch's global generator, as a DataLoader that was given none."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Drawn:
     """The order of one epoch."""
 
@@ -26,8 +26,14 @@ class Drawn:
     """The generator before it drew; workers are seeded from here."""
     worker_seed: bool
     """True if a seed for workers was drawn first."""
-    rest: Iterator[npt.NDArray[np.int64]] = field(default_factory=lambda: iter(()))
-    """What is drawn once more at its end."""
+    shuffler: torch.Generator | None = None
+    """What RandomSampler draws from once more at the epoch's end; None if it does not, or has done so."""
+
+    def finish(self) -> None:
+        """Draw once more, where a loop runs into the epoch's end."""
+        if self.shuffler is not None:
+            torch.randperm(len(self.ids), generator=self.shuffler)
+            self.shuffler = None
 
 
 class PlainOrder:
@@ -47,8 +53,7 @@ class PlainOrder:
         self._own = None if isinstance(given, str) else given
         """The generator that shuffles; None = one that is seeded anew by each epoch's second draw."""
         self.generator = torch.default_generator if isinstance(given, str) else given
-        nothing = np.empty(0, dtype=np.int64)
-        self.drawn = Drawn(ids=nothing, state=self.generator.get_state(), worker_seed=True, rest=iter(()))
+        self.drawn = Drawn(ids=np.empty(0, dtype=np.int64), state=self.generator.get_state(), worker_seed=True)
         """The order of the epoch in progress."""
         self._put_back: Drawn | None = None
         self._finished = True
@@ -57,11 +62,6 @@ class PlainOrder:
         """True if every batch of the last epoch was delivered."""
         self._stops = False
         """True if the loop stops at an epoch's last batch instead of running into the end, as far as it has shown."""
-
-    @property
-    def state(self) -> Tensor:
-        """The generator before the epoch in progress drew from it."""
-        return self.drawn.state
 
     def draw(self, *, worker_seed: bool) -> npt.NDArray[np.int64]:
         """The next window's order, int64 [n]; `worker_seed` = DataLoader would first draw a seed for its workers."""
@@ -72,34 +72,28 @@ class PlainOrder:
         self._finished = self.delivered = False
         return self.drawn.ids
 
-    def put_back(self, drawn: Drawn) -> None:
-        """The next order is this one, which was drawn before."""
-        self._put_back = drawn
-
     def _draw(self, worker_seed: bool) -> Drawn:
         state = self.generator.get_state()
         if worker_seed:
-            self._worker_seed()
-        orders = self._orders()
-        return Drawn(ids=next(orders), state=state, worker_seed=worker_seed, rest=orders)
-
-    def _worker_seed(self) -> None:
-        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-
-    def _orders(self) -> Iterator[npt.NDArray[np.int64]]:
-        """The order of an epoch, and what RandomSampler draws once more at its end."""
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         if not self.shuffle:
-            yield np.arange(self.n)
-            return
-        shuffler = self._shuffler()
-        for _ in range(2):
-            yield torch.randperm(self.n, generator=shuffler).numpy()
+            return Drawn(ids=np.arange(self.n), state=state, worker_seed=worker_seed)
+        shuffler = self._own
+        if shuffler is None:  # RandomSampler makes one for each epoch
+            shuffler = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+        ids = torch.randperm(self.n, generator=shuffler).numpy()
+        return Drawn(ids=ids, state=state, worker_seed=worker_seed, shuffler=shuffler)
 
-    def _shuffler(self) -> torch.Generator | None:
-        """The generator of an epoch, as RandomSampler has it."""
-        if self._own is not None or not self.shuffle:
-            return self._own
-        return torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+    def unused(self, back: Drawn | None = None, *, workers: bool) -> None:
+        """Nobody took a batch of the last order: the next one is `back`, which was drawn before, or else drawn anew.
+
+        Then a DataLoader would have drawn the seed, and with workers the order too.
+        """
+        self._put_back = back
+        if back is None and not workers:
+            self.generator.set_state(self.drawn.state)
+            if self.drawn.worker_seed:
+                torch.empty((), dtype=torch.int64).random_(generator=self.generator)
 
     def peek(self, before: Drawn | None, *, workers: bool) -> Drawn:
         """An order beside the one in progress, as a second iter() of a DataLoader draws it; `before` = what iter() drew then.
@@ -110,21 +104,14 @@ class PlainOrder:
             return self._draw(True)
         return before if workers else self._draw(False)
 
-    def unused(self, *, workers: bool) -> None:
-        """Nobody took a batch of that order: DataLoader would have drawn the seed, and with workers the order too."""
-        if not workers:
-            self.generator.set_state(self.state)
-            if self.drawn.worker_seed:
-                self._worker_seed()
-
     def finish(self) -> None:
-        """A plain shuffle draws once more at its end, where a loop runs into it."""
-        next(self.drawn.rest, None)
+        """A loop has run into the end of the order in progress."""
+        self.drawn.finish()
         self._finished = True
 
     def mark(self) -> None:
         """Plain windows go on from here."""
-        self.drawn = replace(self.drawn, state=self.generator.get_state())
+        self.drawn.state = self.generator.get_state()
 
     def state_dict(self, *, in_window: bool) -> dict[str, Any]:
         """Where the generator stands; between two epochs, where it will when the next one is drawn."""
@@ -135,7 +122,7 @@ class PlainOrder:
             ahead.set_state(now)
             torch.randperm(self.n, generator=ahead)
             now = ahead.get_state()
-        state = self.state.clone() if in_window else now
+        state = self.drawn.state.clone() if in_window else now
         return {"generator": state, "now": now, "drew_worker_seed": self.drawn.worker_seed, "stops": self._stops}
 
     def load_state_dict(self, state: Mapping[str, Any], *, in_window: bool) -> npt.NDArray[np.int64]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -146,6 +146,29 @@ class Batch:
     def planned_ids(self) -> npt.NDArray[np.int64]:
         """The samples of the planned batch, which need not be the rows of its content."""
         return self.ids if self.planned is None else self.planned
+
+
+class BatchSource(Protocol):
+    """Makes the planned batches: the workers of a DataLoader, or ids alone."""
+
+    @property
+    def has_workers(self) -> bool: ...
+
+    @property
+    def keeps_workers(self) -> bool:
+        """True if worker processes, and with them their seeds, are kept from window to window."""
+        ...
+
+    def start(self, shard: Shard, done: frozenset[int]) -> Iterator[Batch]:
+        """The batches of `shard` but for those in `done`; an exception from one of them does not end it."""
+        ...
+
+    def peek(self, order: npt.NDArray[np.int64], size: int, seeds: Tensor) -> Iterator[Any]:
+        """What the loop would receive for these ids, in batches of `size`, apart from the run.
+
+        `seeds` is the state of the generator that workers are seeded from.
+        """
+        ...
 
 
 class Part(Protocol):

@@ -66,11 +66,12 @@ class Parts:
         )  # fmt: skip
         events = log if isinstance(log, EventLog) else EventLog(log if self.setup.rank == 0 else None)
         self.voice = Voice(events, strict=strict)
+        self.trace = None if trace is None else Trace(trace)
         open_sinks(self.setup, self.voice, sinks)
         self.watching = Watching()
         self.planning = Planning(
             self.setup, select, self.voice, baseline=baseline, even=even,
-            order=PlainOrder(n, generator, seed=seed, shuffle=shuffle), trace=None if trace is None else Trace(trace),
+            order=PlainOrder(n, generator, seed=seed, shuffle=shuffle),
         )  # fmt: skip
         self._check_alike(balance=balance, costs=costs is not None, **(alike or {}))
         self.recording = Recording(self.setup, self.voice, ledger)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from salience.config import SelectConfig
@@ -53,7 +52,6 @@ class Planning(Part):
         baseline: Paths | None = None,
         order: PlainOrder | None = None,
         even: bool = False,
-        trace: Trace | None = None,
     ) -> None:
         self.config, self._even = resolve(select), even
         if even and isinstance(self.config, SelectConfig):
@@ -67,8 +65,6 @@ class Planning(Part):
         """Share of a batch that `loss` itself picks."""
         self.fixed: Fixed | None = None
         """The subset of a static selection."""
-        self.trace = trace
-        """Where plans are recorded; None = nowhere."""
         self.order = order or PlainOrder(setup.n, seed=setup.seed)
         self.pipeline: Pipeline | None = None
         self._offered: tuple[SelectConfig, Pipeline] | None = None
@@ -77,6 +73,7 @@ class Planning(Part):
         """True once the first loss has shown what there is for scores to go by."""
         self._left_out = 0.0
         """Share of the samples that the last plan left out for their labels."""
+        self._peeks = 0
         self._in_window, self._piece = False, 0
         """True if a window is open, and its place in the epoch, or that of the next one."""
         self._shuffled = np.empty(0, dtype=np.int64)
@@ -125,7 +122,10 @@ class Planning(Part):
         elif isinstance(self.config, Trace):
             plan = self.config.read(window)
         else:
-            ids = self._piece_of_shuffle(window, worker_seed)
+            piece, size = window % setup.pieces, setup.piece_size
+            if piece == 0:
+                self._shuffled = self.order.draw(worker_seed=worker_seed)
+            ids = self._shuffled[piece * size : (piece + 1) * size]
             ones = np.ones(len(ids), dtype=np.float32)
             plan = Plan(
                 window=window, population=setup.n, batch_size=setup.global_batch, drop_last=setup.drop_last,
@@ -151,23 +151,6 @@ class Planning(Part):
                 "loss(losses, logits, targets) for every batch and train on what it returns, or leave out select."
             )
 
-    def _piece_of_shuffle(self, window: int, worker_seed: bool) -> npt.NDArray[np.int64]:
-        """Ids of a plain window: the epoch's shuffle, or the next piece of it."""
-        piece, size = window % self._setup.pieces, self._setup.piece_size
-        if piece == 0:
-            self._shuffled = self.order.draw(worker_seed=worker_seed)
-        return self._shuffled[piece * size : (piece + 1) * size]
-
-    @property
-    def redraws(self) -> bool:
-        """True if taking up the open window once more draws its order anew, as every iter() of a DataLoader does."""
-        return self.config is None and self._piece == 0 and self._setup.ranks is None  # one rank may do so alone
-
-    def planned(self, plan: Plan) -> None:
-        """Write the final plan to the trace, where one is recorded."""
-        if self.trace is not None and self._setup.rank == 0:
-            self.trace.write(plan)
-
     def prepare(self, window: int, ledger: Ledger) -> None:
         """Note how often predictions contradict labels by now, and act on the last validation result."""
         with self._voice.watch("plan"):
@@ -188,19 +171,20 @@ class Planning(Part):
         self._in_window, self._piece = False, (self._piece + 1) % self._setup.pieces
         self.order.delivered = finished
 
-    def peek(self, number: int, before: Drawn | None, *, workers: bool) -> Drawn:
-        """The order of an iterator that does not count, `before` = the one it drew at iter(); `number` is that of the peek."""
+    def peek(self, before: Drawn | None, *, workers: bool) -> Drawn:
+        """The order of an iterator that does not count; `before` is the one it drew at iter()."""
         setup = self._setup
+        self._peeks += 1
         if self.config is None and setup.ranks is None:  # ranks must draw alike, and one may peek alone
             return self.order.peek(before, workers=workers)
-        ids = generator(setup.seed, PEEK, number, setup.rank).permutation(setup.n)
-        seeds = torch.Generator().manual_seed(torch_seed(setup.seed, PEEK, number, setup.rank))
+        ids = generator(setup.seed, PEEK, self._peeks, setup.rank).permutation(setup.n)
+        seeds = torch.Generator().manual_seed(torch_seed(setup.seed, PEEK, self._peeks, setup.rank))
         return Drawn(ids=ids, state=seeds.get_state(), worker_seed=False)
 
     def seed_workers(self, workers: torch.Generator, window: int) -> None:
         """Bring the generator of the DataLoader inside to where a plain one would be, or to the window's own seed."""
         if self.config is None and window % self._setup.pieces == 0:
-            workers.set_state(self.order.state)
+            workers.set_state(self.order.drawn.state)
         else:
             workers.manual_seed(torch_seed(self._setup.seed, WORKERS, window, self._setup.rank))
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from salience.errors import ConfigError, LossError, PluginError, StateError
 from salience.ledger import Ledger
-from salience.plan import Shard
+from salience.plan import Plan, Shard
 from salience.ranks import Ranks, started_late
 from salience.run import telling
 from salience.run.course import Course
@@ -21,10 +22,13 @@ from salience.run.deciding import Deciding
 from salience.run.feeding import Feeding
 from salience.run.losses import Targets, check_counts, check_losses
 from salience.run.order import Drawn
-from salience.run.part import Batch, Part
+from salience.run.part import Batch, BatchSource, Part
 from salience.run.parts import Parts
 from salience.run.staging import Staging
 from salience.select.findings import Study
+
+if TYPE_CHECKING:
+    from salience.run.iterating import BatchIterator
 
 MOMENTS = ("flush", "prepare", "open", "hand_over", "on_loss", "take_back", "close")
 """What parts are asked, each by the method of that name."""
@@ -41,6 +45,7 @@ class Run:
     def __init__(
         self,
         parts: Parts,
+        source: BatchSource,
         *,
         feeding: Feeding | None = None,
         staging: Staging | None = None,
@@ -48,7 +53,7 @@ class Run:
         options: dict[str, Any] | None = None,
     ) -> None:
         """`options` are those of the DataLoader inside, for the rehearsal of stages."""
-        self.setup, self.voice, self.events = parts.setup, parts.voice, parts.voice.events
+        self.setup, self.voice, self.events, self.source = parts.setup, parts.voice, parts.voice.events, source
         self.recording, self.planning, self.copying = parts.recording, parts.planning, parts.copying
         self.sensing, self.watching, self.probing = parts.sensing, parts.watching, parts.probing
         self.balancing, self.feeding, self.staging, self.deciding = parts.balancing, feeding, staging, deciding
@@ -63,6 +68,14 @@ class Run:
         """Progress and metric of every validation result."""
         self.study: Study | None = None
         """What was found in the ledger when it was last looked at."""
+        self.trace = parts.trace
+        """Where plans are recorded; None = nowhere."""
+        self.iterator: Callable[[], BatchIterator | None] = lambda: None
+        """Gives the iterator whose batches count, as long as it is referenced."""
+        self.resumes = 0
+        """How often a state was loaded: iterators taken before that are stale."""
+        self.lock = threading.RLock()
+        """Held while an iterator is asked for a batch: several threads may iterate."""
         self._said_length = -1, 0
         """Window, and the number of its batches that len() gave before it was planned."""
         self._options = options or {}
@@ -79,71 +92,51 @@ class Run:
 
     # --- the story of a window ---
 
-    def open(self, *, worker_seed: bool = True, workers: bool = False, goes_on: bool = False) -> Shard:
-        """Plan the next window; the one that was planned, or resumed, and gave no batch yet is taken up again.
+    def open(self, *, goes_on: bool = False, drawn: Drawn | None = None) -> Iterator[Batch]:
+        """Plan the next window and begin to make its batches; a window that gave no batch yet is taken up again.
 
-        `worker_seed` = a DataLoader would draw a seed for its workers now; `workers` = it has worker processes; `goes_on` = the
-        epoch goes on, where it is planned in pieces; else what is left of an epoch that was broken off is passed over.
+        `goes_on` = the epoch goes on, where it is planned in pieces; else what is left of an epoch that was broken off is
+        passed over. `drawn` is the order that whoever takes the window up again had drawn for it.
         """
-        course = self.course
-        if started_late(self.setup.ranks):
+        course, source, ranks = self.course, self.source, self.setup.ranks
+        worker_seed = not (
+            course.started and source.keeps_workers
+        )  # which a DataLoader draws for workers that it starts
+        if started_late(ranks):
             raise ConfigError(
                 "This loader was made before init_process_group(), so that every rank would train on everything; make it "
                 "afterwards."
             )
         if course.open and not course.pending:
             self.close()
-        if course.pending:
-            if self.redraws:
-                self.planning.order.unused(workers=workers)  # as a DataLoader, whose every iter() draws
-                self._plan_again(worker_seed)
-            return self._open_parts()
-        if not goes_on and not course.resumed:
-            course.window += -course.window % self.setup.pieces
-        self.flush()
-        for prepare in self._of_parts["prepare"]:
-            prepare(course.window, self.recording.ledger)
-        shard = self._plan(worker_seed)
-        if self.setup.ranks is not None:
-            self.check_equal(shard, self.setup.ranks)
-        course.begin(shard, self.planning.later(course.window, len(shard.plan)))
-        if not len(shard):
-            self.voice.warn_once(
-                f"drop_last leaves no batch: there are {len(shard.plan)} samples and a batch has {shard.plan.batch_size}."
-            )
-        if course.window == self.setup.windows:
-            self.voice.warn_once(
-                f"More epochs are made than epochs={self.setup.epochs}: they go on as the last one; progress stays at 1."
-            )
-        self.events.emit(telling.window_planned(self, shard.plan))
-        self.planning.planned(shard.plan)
-        return self._open_parts()
-
-    def open_again(self, order: Drawn | None) -> Shard:
-        """Take up the pending window for an iterator that had opened it before another one did, in its own `order`."""
-        if order is not None:
-            self.planning.order.put_back(order)
-            self._plan_again(order.worker_seed)
-        return self._open_parts()
-
-    @property
-    def redraws(self) -> bool:
-        """True if taking up the pending window once more draws its order anew."""
-        return self.planning.redraws and self.staging is None and not self.course.resumed
-
-    def _plan_again(self, worker_seed: bool) -> None:
-        shard = self._plan(worker_seed)
-        self.course.replace(shard)
-        self.planning.planned(shard.plan)
-
-    def _open_parts(self) -> Shard:
-        shard = self.course.shard
+        if not course.pending:
+            if not goes_on and not course.resumed:
+                course.window += -course.window % self.setup.pieces
+            self.flush()
+            for prepare in self._of_parts["prepare"]:
+                prepare(course.window, self.recording.ledger)
+            shard = self._plan(worker_seed)
+            course.begin(shard, self.planning.later(course.window, len(shard.plan)))
+            self._warn_of(shard.plan)
+            self.events.emit(telling.window_planned(self, shard.plan))
+        elif self.redraws and (drawn is None or source.has_workers):
+            self.planning.order.unused(drawn, workers=source.has_workers)
+            course.replace(self._plan(worker_seed if drawn is None else drawn.worker_seed))
+        shard, done = course.shard, frozenset(course.delivered)
         assert shard is not None
         if self.feeding is not None and self.staging is not None:
             self.feeding.unread = self.staging.treating.unread(shard.plan)
         for open_window in self._of_parts["open"]:
-            open_window(shard, frozenset(self.course.delivered))
-        return shard
+            open_window(shard, done)
+        return source.start(shard, done)
+
+    @property
+    def redraws(self) -> bool:
+        """True if taking up the pending window once more draws its order anew, as every iter() of a DataLoader does."""
+        plain = (
+            self.planning.config is None and self.staging is None and self.setup.ranks is None
+        )  # a rank may do so alone
+        return plain and not self.course.resumed and self.course.window % self.setup.pieces == 0
 
     def deliver(self, batch: Batch) -> Any:
         """Pass a batch through the parts; returns what the loop receives."""
@@ -156,6 +149,17 @@ class Run:
         """The loop asks for the next batch."""
         for take_back in self._of_parts["take_back"]:
             take_back(batch)
+
+    def peek(self, before: Drawn | None) -> Iterator[Any]:
+        """Batches that do not count, in an order of their own: the one drawn `before`, at iter(), if there is one."""
+        setup = self.setup
+        drawn = self.planning.peek(before, workers=self.source.has_workers)
+        order = drawn.ids[setup.rank :: setup.world]
+        if setup.drop_last:
+            order = order[: len(order) // setup.rank_batch * setup.rank_batch]
+        if len(order):
+            yield from self.source.peek(order, setup.rank_batch, drawn.state)
+        drawn.finish()  # a plain shuffle draws once more at its end
 
     def close(self) -> None:
         """Close the open window: delivered to its end, or broken off."""
@@ -195,9 +199,24 @@ class Run:
             raise PluginError(
                 f"The plan of window {plan.window} is empty: select leaves nothing to train on; choose another."
             )
-        if self.balancing is not None:
-            return self.balancing.divide(plan)
-        return plan.shard(self.setup.rank, self.setup.world)
+        setup, balancing = self.setup, self.balancing
+        shard = plan.shard(setup.rank, setup.world) if balancing is None else balancing.divide(plan)
+        if setup.ranks is not None:
+            self.check_equal(shard, setup.ranks)
+        if self.trace is not None and setup.rank == 0:
+            self.trace.write(shard.plan)
+        return shard
+
+    def _warn_of(self, plan: Plan) -> None:
+        """Say what a user may not expect of a new window."""
+        if not self.course.left:
+            self.voice.warn_once(
+                f"drop_last leaves no batch: there are {len(plan)} samples and a batch has {plan.batch_size}."
+            )
+        if plan.window == self.setup.windows:
+            self.voice.warn_once(
+                f"More epochs are made than epochs={self.setup.epochs}: they go on as the last one; progress stays at 1."
+            )
 
     def check_equal(self, shard: Shard, ranks: Ranks) -> None:
         """Every rank has made the plan for itself: stop all ranks if the plans, or how they are divided, differ."""
@@ -364,8 +383,3 @@ class Run:
         if course.open and course.shard is not None:
             return len(course.shard.plan)
         return self.planning.expected(course.window).visits
-
-    @property
-    def ends_epoch(self) -> bool:
-        """True if the window in progress is the last one of its epoch."""
-        return (self.course.window + 1) % self.setup.pieces == 0

@@ -76,6 +76,7 @@ def resume(run: Run, state: Mapping[str, Any]) -> None:
             run.check_equal(shard, run.setup.ranks)
         run.course.resume(shard, delivered)
     run.choose_parts()
+    run.resumes += 1
 
 
 def _check_fits(run: Run, state: Mapping[str, Any]) -> None:

@@ -111,5 +111,5 @@ def report(run: Run, classes: Sequence[str] | None, *, local: bool) -> str:
     emit_findings(run)
     text = render(run.events.emit("observed", summary=summary(run, local=local))["summary"], names=classes)
     if run.feeding is not None:
-        run.feeding.compare(run.planning.trace, None if run.staging is None else run.staging.treating.unread)
+        run.feeding.compare(run.trace, None if run.staging is None else run.staging.treating.unread)
     return "\n\n".join([text, *filter(None, (part.report() for part in run.parts))])

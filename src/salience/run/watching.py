@@ -37,6 +37,7 @@ class Watching(Part):
         self.usage = self.usage or UsageRecord()
         self.usage.begin()
         self._opened_at = time.perf_counter()
+        self.steps.pause()  # the time since the last window belongs to no step
         self.steps.ask()  # before workers start, which is part of the first wait
 
     def take_back(self, batch: Batch) -> None:
@@ -45,9 +46,6 @@ class Watching(Part):
             self.steps.ask()
         if self.usage is not None and self.usage.note() and timed:
             self.steps.ask()  # that look at the machine belongs neither to the step before nor to the wait
-
-    def close(self, *, finished: bool) -> None:
-        self.steps.pause()
 
     def spent(self) -> dict[str, Any]:
         """Fields of the `window` event: seconds of the window and of its steps; learning rate, machine."""
