@@ -53,11 +53,15 @@ def work(rank: int, port: int, out: str, select: str | None, mode: str) -> None:
                 seen.append(ids.tolist())
             windows.append(loader.plan.ids.copy())
             loader.summary()
+        loader.ledger.trial = np.array([[3, 5, 1, 2, 0.25, 0.5]])
         state = loader.state_dict()
+        later = salience.Loader(data(), 16, epochs=EPOCHS, select=select)
+        later.load_state_dict(state)
         np.savez(
             f"{out}/{rank}.npz", batches=np.array(len(seen)), ids=np.concatenate(seen), weight=model.weight.detach().numpy(),
             plans=np.concatenate(windows), state_seen=state["parts"]["recording"]["ledger"]["seen"].numpy(),
-            steps=np.array(loader.total_steps or -1),
+            steps=np.array(loader.total_steps or -1), resumed_course=np.array(later.ledger.course),
+            resumed_trial=later.ledger.trial,
             **{f"ledger_{name}": loader.ledger[name] for name in ("mean_loss", "seen", "trained", "label", "margin")},
         )  # fmt: skip
     except Exception:
@@ -95,6 +99,9 @@ def test_two_ranks_agree_on_the_plan_and_cover_it_exactly_once(tmp_path, select)
     assert one["ledger_seen"].sum() == len(one["plans"])
     np.testing.assert_array_equal(one["state_seen"], one["ledger_seen"])
     np.testing.assert_array_equal(one["weight"], two["weight"])
+    for rank in (one, two):  # what is not in shared memory is every rank's own
+        assert len(rank["resumed_course"]) == EPOCHS - 1
+        assert rank["resumed_trial"].tolist() == [[3, 5, 1, 2, 0.25, 0.5]]
 
 
 def test_two_ranks_train_as_one_process_with_the_global_batch(tmp_path):

@@ -45,7 +45,8 @@ class Card:
     needs: tuple[str, ...] = ()
     """Ledger columns it reads that are empty unless `loss()` is given more than the losses, e.g. `margin`; "reference":
     what another model thinks, the argument `reference=`; "copies": near-copies among the samples, in `view.copies`, found with
-    the plug-in's options `ratio` and `visits` where it has them."""
+    the plug-in's options `ratio` and `visits` where it has them; "trial": the outcomes of trials on hard samples, in
+    `view.trial`."""
     unbiased: bool = False
     """Samplers: the stated inclusion probabilities are exact, so weights 1/p give the full gradient in expectation."""
     exact: bool = True

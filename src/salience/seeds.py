@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-PLAN, PICK, WORKERS, AUGMENT, PEEK, TIES, EVEN, STATIC = range(8)
+PLAN, PICK, WORKERS, AUGMENT, PEEK, TIES, EVEN, STATIC, TRIAL = range(9)
 """First element of a path: what the numbers are for, so that no two purposes share a stream."""
 
 

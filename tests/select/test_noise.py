@@ -14,7 +14,7 @@ from salience.ledger import Ledger, Recorder
 from salience.select import Clock, View
 from salience.select.contradictions import calibrated, evenness, evidence, odds_of_wrong, sharpness, surest
 from salience.select.noise import (
-    DOUBT_TO_ACT,
+    DOUBT,
     MIN_CLEAN_SLOPE,
     Judgement,
     fall,
@@ -189,8 +189,37 @@ def test_alarms_on_right_labels_are_rare_although_every_window_asks():
             (d, rng.binomial(300, 0.55 * (d / 0.72) ** 2.5) / 300, 300.0, 0.0) for d in 0.72 * 0.965 ** np.arange(20)
         ]
         falls = [fall(rows[:k]) for k in range(5, 21)]
-        alarms += any(slope + DOUBT_TO_ACT * error < MIN_CLEAN_SLOPE for slope, error in falls)
+        alarms += any(slope + DOUBT * error < MIN_CLEAN_SLOPE for slope, error in falls)
     assert alarms <= 0.12 * runs
+
+
+def by_heart(course: list[tuple[float, float, float, float]]) -> Ledger:
+    """A run that by now gives every sample its label, wrong or not; `course` is how it came there."""
+    ledger, _ = history(some(0.2), skill=1.0)
+    ledger.course[:] = course
+    ledger.vote[:, 0], ledger.vote_p[:, 0], ledger.vote_p[:, 1:] = ledger.label, 0.9, 0.01
+    ledger.seen[:] = len(course)
+    return ledger
+
+
+def test_labels_learnt_by_heart_are_listed_after_several_alarms_and_stay():
+    slow = [(0.36 * 0.97**k, 0.22 * 0.98**k, 3000.0, 0.0) for k in range(12)]
+    fast = [(0.25 * 0.8**k, 0.16 * 0.45**k, 3000.0, 0.0) for k in range(1, 7)]
+    ledger = by_heart(slow + fast)
+    said = judge(ledger)
+    assert (said.verdict, said.firm) == ("wrong labels", False)
+    assert "before the model learnt such labels by heart" in said.evidence
+    plan = verdict(ledger, window=18)
+    assert plan.keep is None
+    assert plan.noise > 0
+    assert plan.reason.startswith("listed, not left out")
+
+
+def test_what_fell_without_an_alarm_is_neither_listed_nor_called_right():
+    said = judge(by_heart([(0.5 * 0.93**k, 0.4 * 0.93 ** (3 * k), 3000.0, 0.0) for k in range(10)]))
+    assert said.verdict == "cannot tell"
+    assert "hard samples, or wrong labels learnt by heart" in said.evidence
+    assert not said.suspects().any()
 
 
 def test_labels_left_out_stay_out_while_the_model_still_contradicts_them():

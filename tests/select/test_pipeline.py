@@ -12,6 +12,7 @@ from salience.select import Clock, Pipeline, Verdict, View, preset
 from salience.select.curves import all_less_all, cosine, step
 from salience.select.filters import age_cap, class_floor, tail
 from salience.select.noise import Judgement
+from salience.select.trial import AFTER, RESTS
 
 N = 1000
 
@@ -50,6 +51,8 @@ def test_a_plan_is_a_pure_function_of_ledger_config_seed_and_window():
 
 def test_no_sample_is_planned_twice_and_hard_ones_are_preferred():
     ledger = known()
+    ledger.trial = np.zeros((100, 6))  # hard samples that rested gained as much as the others
+    ledger.trial[:, RESTS], ledger.trial[:, AFTER] = np.arange(100) % 2, 0.1
     made = plan(Pipeline(preset("default")), ledger)
     assert len(set(made.ids.tolist())) == len(made)
     assert ledger.mean_loss[made.ids].mean() > 1.1 * ledger.mean_loss.mean()

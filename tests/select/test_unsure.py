@@ -9,44 +9,58 @@ import salience
 from salience.errors import ConfigError
 from salience.ledger import Ledger
 from salience.select import Candidates, Clock, View
-from salience.select.noise import certainty
 from salience.select.samplers import unsure
+from salience.select.trial import AFTER, ID, RESTS, WINDOW
 from salience.select.weights import loss_weights
 
 N = 4000
 
 
-def candidates(noise: float | None, *, certain: float = 0.0) -> Candidates:
-    """A quarter is hard; of those labels the model contradicts a share `certain` with certainty, the rest without."""
-    rng = np.random.default_rng(0)
+def candidates(noise: float | None, *, carried: float | None = 0.9) -> Candidates:
+    """A quarter is hard; those that rested gained `carried` of what others did (None: no trial was made)."""
     ledger = Ledger(N)
     ledger.set_labels(np.arange(N) % 5)
     ledger.last_seen[:] = 3
     hard = np.arange(N) < N // 4
-    sure = hard & (rng.random(N) < certain)
-    ledger.confidence[:] = np.where(sure, 0.02, np.where(hard, 0.3, 0.95))
-    ledger.vote[:, 0] = np.where(hard, (ledger.label + 1) % 5, ledger.label)
-    ledger.vote_p[:, 0] = np.where(sure, 0.95, np.where(hard, 0.45, 0.95))
+    ledger.confidence[:] = np.where(hard, 0.3, 0.95)
+    if carried is not None:
+        rests = np.arange(100) % 2
+        ledger.trial = np.zeros((100, 6))
+        ledger.trial[:, WINDOW], ledger.trial[:, ID], ledger.trial[:, RESTS] = 1, np.arange(100), rests
+        ledger.trial[:, AFTER] = np.where(rests, 0.2 * carried, 0.2)
     view = View(ledger, Clock(window=4, windows=20, keep=0.5))
     raw = (1 - ledger.confidence).astype(np.float32)
     return Candidates(view=view, ids=np.arange(N), importance=raw, noise=noise, raw_of_all=raw)
 
 
-def drawn(noise: float | None, **options: float) -> float:
+def drawn(noise: float | None, **options: float | None) -> float:
     """Share of the hard samples that is drawn."""
     draw = unsure(candidates(noise, **options), N // 2, np.random.default_rng(1))
     assert len(set(draw.positions.tolist())) == N // 2
     return float((draw.positions < N // 4).sum() / (N // 4))
 
 
-def test_what_can_be_learnt_is_preferred():
-    assert drawn(0.0) == pytest.approx(1.0)
-    assert drawn(float("nan")) == pytest.approx(1.0)
+@pytest.mark.parametrize("noise", [0.0, float("nan")])
+def test_what_others_carry_along_is_preferred(noise):
+    assert drawn(noise) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(("noise", "certain"), [(0.2, 0.0), (0.0, 0.5), (float("nan"), 0.5)])
-def test_the_cut_is_random_where_hardness_would_select_wrong_labels(noise, certain):
-    assert drawn(noise, certain=certain) == pytest.approx(0.5, abs=0.05)
+@pytest.mark.parametrize(("noise", "carried"), [(0.2, 0.9), (0.0, 0.5), (float("nan"), 0.5), (0.0, None)])
+def test_the_cut_is_random_where_labels_are_wrong_or_no_trial_favours_hard_samples(noise, carried):
+    assert drawn(noise, carried=carried) == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize("carried", [0.9, 0.5])
+def test_samples_on_trial_rest_or_are_visited_as_drawn(carried):
+    some = candidates(0.0, carried=carried)
+    now = np.zeros((200, 6))
+    now[:, WINDOW], now[:, ID], now[:, RESTS], now[:, AFTER] = 4, np.arange(200), np.arange(200) % 2, np.nan
+    some.view._ledger.trial = np.concatenate((some.view.trial, now))
+    picked = set(unsure(some, N // 2, np.random.default_rng(1)).positions.tolist())
+    assert len(picked) == N // 2
+    assert not picked & set(range(1, 200, 2))
+    assert picked >= set(range(0, 200, 2))
+    assert len(unsure(some, 150, np.random.default_rng(1)).positions) == 150, "too small a budget for a trial"
 
 
 def test_random_cuts_bring_back_what_waited_long():
@@ -76,16 +90,7 @@ def test_tempered_weights_lie_between_plain_and_unbiased_with_mean_one():
     assert (loss_weights(inclusion, 4, 8, 0.0) == 1).all()
 
 
-def test_the_share_of_certain_contradictions_is_counted():
-    for share in (0.0, 0.3, 1.0):
-        view = candidates(0.0, certain=share).view
-        said = certainty(view.label, view.vote, view.vote_p, view.confidence)
-        assert said == pytest.approx(share, abs=0.05)
-    empty = Ledger(5)
-    assert certainty(empty.label, empty.vote, empty.vote_p, empty.confidence) == 0
-
-
-@pytest.mark.parametrize("options", [{"floor": 0}, {"power": -1}, {"temper": 2}, {"certain": -0.1}])
+@pytest.mark.parametrize("options", [{"floor": 0}, {"power": -1}, {"temper": 2}, {"carry": -0.1}])
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         unsure(candidates(0.0), 10, np.random.default_rng(0), **options)

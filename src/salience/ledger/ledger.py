@@ -21,6 +21,8 @@ Rows = Mapping[str, npt.NDArray[np.float32]]
 
 ARRAYS = COLUMNS | VOTE_COLUMNS
 """Everything a ledger holds, by name."""
+TRIAL_FIELDS = 6
+"""Numbers per row of `Ledger.trial`; `select.trial` names them."""
 LOSS_SMOOTHING = 0.5
 """Weight of the newest value in exponential means. Visits are few and the model moves fast between them."""
 
@@ -46,6 +48,8 @@ class Ledger:
         self.course: list[tuple[float, float, float, float]] = []
         """How often predictions contradicted labels, one row per window: of all, where surest, how many those are, and the
         share of samples that the window before had left out for their labels."""
+        self.trial: npt.NDArray[np.float64] = np.empty((0, TRIAL_FIELDS))
+        """Hard samples on trial, one row per sample and trial: see `select.trial`."""
 
     def grown(self, n: int) -> Ledger:
         """A private ledger of `n` rows that begins with the rows of this one; new rows stand for samples never seen."""
@@ -54,7 +58,7 @@ class Ledger:
         larger = Ledger(n)
         for name in ARRAYS:
             larger[name][: self.n] = self[name]
-        larger.course = list(self.course)
+        larger.course, larger.trial = list(self.course), self.trial.copy()
         return larger
 
     def __getattr__(self, name: str) -> Array:
@@ -186,14 +190,18 @@ class Ledger:
         self[name][ids] = _saturated(self[name][ids], times.astype(np.uint16))
 
     def state_dict(self) -> dict[str, Array]:
-        """A copy of every column, the votes and the course of the run."""
+        """A copy of every column, the votes, the course of the run and its trials."""
         course = {"course": np.array(self.course, dtype=np.float64)} if self.course else {}
-        return {name: self[name].copy() for name in (ARRAYS if self.vote_p[:, 0].any() else COLUMNS)} | course
+        trial = {"trial": self.trial.copy()} if len(self.trial) else {}
+        return {name: self[name].copy() for name in (ARRAYS if self.vote_p[:, 0].any() else COLUMNS)} | course | trial
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved state; StateError, and nothing changed, unless every field can have come from a ledger."""
+    def load_state_dict(self, state: Mapping[str, Any], *, columns: bool = True) -> None:
+        """Take over a saved state; StateError, and nothing changed, unless every field can have come from a ledger.
+
+        Without `columns` only what is not in shared memory is taken over: another process of this machine loads these.
+        """
         arrays = {name: np.asarray(state[name]) for name in state}
-        course = arrays.pop("course", np.empty((0, 4)))
+        course, trial = arrays.pop("course", np.empty((0, 4))), arrays.pop("trial", np.empty((0, TRIAL_FIELDS)))
         lengths = {array.shape for name, array in arrays.items() if name not in VOTE_COLUMNS}
         if lengths != {(self.n,)}:
             raise StateError(
@@ -211,9 +219,26 @@ class Ledger:
             )
         if not ((course >= 0) & np.isfinite(course) & (course[:, (0, 1, 0, 3)] <= 1)).all():
             raise StateError("The course of the saved ledger has shares that are not from 0 to 1.")
-        for name, column in ARRAYS.items():
+        _check_trial(trial, self.n)
+        for name, column in ARRAYS.items() if columns else ():
             self[name][:] = arrays.get(name, np.asarray(column.first))
         self.course = [(d, s, m, o) for d, s, m, o in course.tolist()]
+        self.trial = trial.astype(np.float64)
+
+
+def _check_trial(trial: Array, n: int) -> None:
+    """Raise StateError unless these can be the rows of trials on `n` samples."""
+    if trial.ndim != 2 or trial.shape[1] != TRIAL_FIELDS or trial.dtype.kind != "f":
+        raise StateError(
+            f"The samples on trial in the saved ledger are {trial.dtype} {trial.shape}; each must be {TRIAL_FIELDS} numbers."
+        )
+    whole, before, after = trial[:, :4], trial[:, 4], trial[:, 5]
+    fine = (whole == np.floor(whole)).all() and np.isfinite(whole).all() and (whole >= 0).all()
+    fine = fine and (trial[:, 1] < n).all() and (trial[:, 2] <= 1).all()
+    if not (fine and np.isfinite(before).all() and (before >= 0).all() and ((after >= 0) | np.isnan(after)).all()) or (
+        np.isinf(after).any()
+    ):
+        raise StateError("The samples on trial in the saved ledger have numbers that no trial gives.")
 
 
 def _check_values(name: str, values: Array, column: Column, shape: tuple[int, ...]) -> None:

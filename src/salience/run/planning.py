@@ -24,6 +24,7 @@ from salience.select.batching import members
 from salience.select.fetching import Stock
 from salience.select.noise import contradictions
 from salience.select.steering import KEEP_SHARES, Paths, Steering, read_histories
+from salience.select.trial import advance
 from salience.select.view import Reference
 
 
@@ -152,9 +153,12 @@ class Planning(Part):
             )
 
     def prepare(self, window: int, ledger: Ledger) -> None:
-        """Note how often predictions contradict labels by now, and act on the last validation result."""
+        """Note how often predictions contradict labels by now, go on with the trial of hard samples, and act on the last
+        validation result."""
         with self._voice.watch("plan"):
             self.note_course(ledger)
+            if self.pipeline is not None and self.pipeline.tries and self._setup.pieces == 1:
+                advance(ledger, window, self._setup.seed)
         if self._steering is not None and self._in_the_middle(window):
             self._steer(self._steering, window)
 

@@ -58,6 +58,7 @@ class Recording(Part):
                 f"The ledger to start from has {known.n} samples, the data set {self._setup.n}; they must be the same."
             )
         self._load(known.state_dict())
+        self.ledger.trial = self.ledger.trial[:0]
         if self._leads_node:
             self.ledger.last_seen[:] = -1
 
@@ -66,8 +67,7 @@ class Recording(Part):
         return self._setup.ranks is None or self._setup.ranks.leads_node
 
     def _load(self, columns: Mapping[str, np.ndarray]) -> None:
-        if self._leads_node:
-            self.ledger.load_state_dict(columns)
+        self.ledger.load_state_dict(columns, columns=self._leads_node)
         if self._setup.ranks is not None:
             self._setup.ranks.barrier()
 

@@ -15,13 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from salience.errors import ConfigError
 from salience.registry import card
 from salience.select.codes import class_codes
 from salience.select.contradictions import (
-    MAX_SAMPLES_COUNTED,
     Evidence,
     Labels,
     calibrated,
@@ -35,18 +33,17 @@ PASSES_TO_JUDGE = 3.0
 """No verdict is given before samples were seen this often on average."""
 RATE_OF_NOTE = 0.08
 """A lower rate of wrong labels cannot be told from hard samples, and leaving them out would gain little."""
-RATE_TO_LIST = 0.03
-"""At a lower rate of wrong labels, none is even listed as suspect."""
 MAX_CONTRADICTED = 0.5
 """Where the surest predictions contradict this share of the labels, the model is at fault rather than the labels."""
 PASSES_TO_ACT = 4.0
 """Labels are not called wrong before samples were seen this often on average."""
 MIN_CLEAN_SLOPE = 2.4
 """With right labels, S falls about as D to the power of 2.5 to 6; with wrong ones, to the power of 0.8 to 2."""
-DOUBT_TO_LIST, DOUBT_TO_ACT, DOUBT_TO_KEEP = 1.64, 2.33, 1.0
-"""Standard errors by which S must fall slower than that: for labels to be listed, to be left out and to stay out. A list is
-asked for once, leaving out in every window: with 300 sure predictions and S falling as D to the power of 2.5, simulated runs
-of twenty windows had an alarm in 36% of cases at 1.64 and in 7% at 2.33."""
+DOUBT = 2.33
+"""Standard errors by which S must fall slower than that for an alarm. Every window asks: with 300 sure predictions and S
+falling as D to the power of 2.5, simulated runs of twenty windows had an alarm in 36% of cases at 1.64 and in 7% at 2.33."""
+ALARMS_TO_LIST = 3
+"""Windows that must have given an alarm for labels to be listed that the model has learnt by heart since."""
 FEWEST_OF_CLASS, LEAST_VOTED, MOST_OF_CLASS = 50, 0.5, 0.8
 """A class is left alone that has fewer samples, that the model gives to fewer than this share of as many samples as carry
 it, or that would lose more than this share."""
@@ -70,7 +67,7 @@ class Judgement:
     spared: Bools
     """Samples of classes that are left alone, bool [n]: too small, too poorly learnt, or losing too much."""
     firm: bool = False
-    """True if the verdict is sure enough to leave labels out; to list them, less will do."""
+    """True if labels called wrong may be left out: what the model says of them today bears the verdict out."""
 
     def suspects(self, over: float = 0.5) -> Bools:
         """Labels likelier wrong than `over`, outside the classes that are left alone, bool [n]; none where one cannot tell."""
@@ -103,8 +100,7 @@ def judge(history: Any) -> Judgement:
     verdict, why, firm = _verdict(found, course, float(history.seen.mean()))
     if verdict == "cannot tell":
         return Judgement(wrong=nothing, verdict=verdict, rate=float("nan"), evidence=f"{said}; {why}", spared=none)
-    rate = rate_of(found, course)
-    if rate < RATE_TO_LIST:
+    if verdict == "no sign of wrong labels":
         return Judgement(
             wrong=np.where(known, np.float32(0), nothing),
             verdict=verdict,
@@ -112,14 +108,12 @@ def judge(history: Any) -> Judgement:
             evidence=f"{said}; {why}",
             spared=none,
         )
+    rate = rate_of(found, course)
     columns = (label, vote, history.vote_p, history.confidence)
     odds = odds_of_wrong(*columns, found.transitions, sharpness(*columns, found, rate))
     wrong = np.where(known, calibrated(odds, known, rate), np.float32(np.nan)).astype(np.float32)
     spared = spared_classes(label, vote[:, 0], np.nan_to_num(wrong) > 0.5)
-    return Judgement(
-        wrong=wrong, verdict=verdict, rate=rate if verdict == "wrong labels" else 0.0, evidence=f"{said}; {why}",
-        spared=spared, firm=firm,
-    )  # fmt: skip
+    return Judgement(wrong=wrong, verdict=verdict, rate=rate, evidence=f"{said}; {why}", spared=spared, firm=firm)
 
 
 def _verdict(found: Evidence, course: Course, passes: float) -> tuple[str, str, bool]:
@@ -134,21 +128,49 @@ def _verdict(found: Evidence, course: Course, passes: float) -> tuple[str, str, 
         return "cannot tell", "the model has learnt too little to judge any label", False
     if course and course[-1][3] > 0:
         return _still(found, course)
+    if _alarm(course, passes, found.low):
+        slope, _ = fall(course)
+        return (
+            "wrong labels",
+            f"that falls as the {slope:.1f}th power of the former, slower than with right labels",
+            True,
+        )
+    if learnt_by_heart(course, passes):
+        why = "that was more, and hardly fell, before the model learnt such labels by heart"
+        return "wrong labels", why, False
     if found.high < RATE_OF_NOTE:
+        before = rate_of(found, course)
+        if before > RATE_OF_NOTE:
+            why = f"that was {before:.1%} before: hard samples, or wrong labels learnt by heart"
+            return "cannot tell", why, False
         return "no sign of wrong labels", f"that is under {RATE_OF_NOTE:.0%}", False
-    slope, error = fall(course)
-    if not np.isfinite(slope):
+    if not np.isfinite(fall(course)[0]):
         return "cannot tell", "it is too early to see whether that falls as the model learns", False
-    if passes >= PASSES_TO_ACT and found.low > RATE_OF_NOTE and slope + DOUBT_TO_LIST * error < MIN_CLEAN_SLOPE:
-        why = f"that falls as the {slope:.1f}th power of the former, slower than with right labels"
-        return "wrong labels", why, slope + DOUBT_TO_ACT * error < MIN_CLEAN_SLOPE
     return "cannot tell", "that still falls as the model learns, as it does with right labels that are hard", False
+
+
+def _alarm(course: Course, passes: float, low: float) -> bool:
+    """True if S, at least `low`, falls slower with D than it does with right labels."""
+    slope, error = fall(course)
+    return bool(passes >= PASSES_TO_ACT and low > RATE_OF_NOTE and slope + DOUBT * error < MIN_CLEAN_SLOPE)
+
+
+def learnt_by_heart(course: Course, passes: float) -> bool:
+    """True if several earlier windows of a run that left no label out gave an alarm; of long runs, a hundred are asked."""
+    if any(row[3] > 0 for row in course):
+        return False
+    alarms = 0
+    for end in range(len(course) - 1, 0, -max(1, len(course) // 100)):
+        _, rate, sure, _ = course[end - 1]
+        low = rate - 2 * (rate * (1 - rate) / max(1.0, sure)) ** 0.5
+        alarms += _alarm(course[:end], passes * end / len(course), low)
+    return alarms >= ALARMS_TO_LIST
 
 
 def _still(found: Evidence, course: Course) -> tuple[str, str, bool]:
     """The verdict while labels are left out: what was seen since must bear out the alarm, or they return."""
-    slope, error = since_left_out(course)
-    borne_out = not np.isfinite(slope) or slope + DOUBT_TO_KEEP * error < MIN_CLEAN_SLOPE
+    slope, _ = since_left_out(course)
+    borne_out = not np.isfinite(slope) or slope < MIN_CLEAN_SLOPE
     if borne_out and found.low > RATE_OF_NOTE / 2:
         return "wrong labels", "that was so before they were left out, and still is", True
     return (
@@ -164,19 +186,6 @@ def rate_of(found: Evidence, course: Course) -> float:
     if len(course) < 4 or course[-1][3] > 0:
         return found.rate
     return max(found.rate, course[int(0.7 * len(course))][1])
-
-
-def certainty(label: Labels, vote: Labels, vote_p: npt.NDArray[Any], confidence: npt.NDArray[Any]) -> float:
-    """Of the labels the model contradicts, the share it contradicts with certainty (another class over 0.6, the label under
-    0.2); 0 where it contradicts none.
-
-    0.05 to 0.2 where what is hard can be learnt (clean photographs), 0.3 to 0.5 where it is mostly wrong labels or
-    mistakes that will not go away.
-    """
-    some = slice(None, None, max(1, len(label) // MAX_SAMPLES_COUNTED))
-    differs = (vote[some, 0] != label[some]) & (label[some] >= 0) & (vote_p[some, 0] > 0)
-    certain = differs & (vote_p[some, 0] > 0.6) & (confidence[some] < 0.2)
-    return float(np.count_nonzero(certain) / max(1, np.count_nonzero(differs)))
 
 
 def fall(course: Course) -> tuple[float, float]:
@@ -248,7 +257,7 @@ def noise(view: View, *, start: float = 0.3, over: float = 0.5, revisit: int = 3
     if not found.rate > 0:
         return Verdict(noise=found.rate, reason=reason)
     if not found.firm:
-        return Verdict(noise=float("nan"), reason=f"too early to act on: {reason}")
+        return Verdict(noise=found.rate, reason=f"listed, not left out: {reason}")
     if view.clock.time < start:
         return Verdict(noise=found.rate, reason=f"waits until {start:.0%} of the run: {reason}")
     suspect = found.suspects(over)

@@ -73,6 +73,11 @@ class Pipeline:
         return [(plugin, column) for plugin in self.plugins for column in plugin.card.needs if column in COLUMNS]
 
     @property
+    def tries(self) -> bool:
+        """True if the sampler goes by trials of hard samples, which the run then makes."""
+        return "trial" in self.sampler.card.needs
+
+    @property
     def exact(self) -> bool:
         """True if the number of visits of every window follows from the config alone."""
         return self.config.fetch is None and all(plugin.card.exact for plugin in (*self.plugins, self.curve))
@@ -291,7 +296,8 @@ class Pipeline:
             if own or draw.note:
                 found = draw.note or f"sets its own budget: {len(draw.positions):,} of {len(ids):,}"
                 found += f"; the curve grants {budget:,}" if own else ""
-                note = Note(name=self.sampler.name, dropped=len(ids) - len(draw.positions), forced=0, reason=found)
+                dropped = len(ids) - len(draw.positions) if own else 0
+                note = Note(name=self.sampler.name, dropped=dropped, forced=0, reason=found)
         positions, inclusion, temper = draw.positions, draw.inclusion, draw.temper
         lacking = min(batch - len(musts) - len(positions), len(ids) - len(positions))
         if own and inclusion is None and lacking > 0:

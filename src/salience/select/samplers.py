@@ -7,7 +7,7 @@ import numpy as np
 from salience.errors import ConfigError
 from salience.registry import card
 from salience.select.drawing import choose, choose_outside, inclusion_probabilities, systematic, top
-from salience.select.noise import certainty
+from salience.select.trial import carried, on_trial
 from salience.select.view import Candidates, Draw, Floats
 
 Rng = np.random.Generator
@@ -81,6 +81,7 @@ def probability(candidates: Candidates, budget: int, rng: Rng, *, power: float =
     return Draw(positions=positions, inclusion=inclusion[positions].astype(np.float32))
 
 
+@card(needs=("trial",))
 def unsure(
     candidates: Candidates,
     budget: int,
@@ -89,33 +90,51 @@ def unsure(
     floor: float = 0.1,
     power: float = 1.0,
     temper: float = 0.5,
-    certain: float = 0.25,
+    carry: float = 0.75,
 ) -> Draw:
-    """Prefers what the model is unsure of, as far as this run's own evidence allows: the sampler of `default`.
+    """Prefers what the model is unsure of, where a trial in this run has shown that to be safe: the sampler of `default`.
 
-    If what is hard can be learnt, p ~ max(score, floor)^power with loss weights p^-temper, half-way between unbiased and
-    hard-first. If no filter judges the labels (without logits, say), the draw is the same, but unbiased. If labels are wrong,
-    or the model contradicts more than `certain` of the hard ones with certainty, samples are drawn at random: hardness would
-    select wrong labels, and every visit would teach them. Meant for scores from 0 to 1, such as `unsureness`; a sample never
-    seen counts as 1.
+    If hard samples that rested for a window gained at least `carry` of what others gained that were visited, hard samples
+    come down as the model learns: then p ~ max(score, floor)^power with loss weights p^-temper, half-way between unbiased and
+    hard-first. If they gained less, if no trial has shown anything yet, or if labels are wrong, samples are drawn at random.
+    If no filter judges the labels (without logits, say), the draw prefers them, but is unbiased. Meant for scores from 0 to
+    1, such as `unsureness`; a sample never seen counts as 1.
     """
-    if not 0 < floor <= 1 or power < 0 or not 0 <= temper <= 1 or not 0 <= certain <= 1:
+    if not 0 < floor <= 1 or power < 0 or not 0 <= temper <= 1 or not 0 <= carry <= 1:
         raise ConfigError(
             f"unsure: floor is {floor} (above 0, at most 1), power {power} (at least 0), temper {temper} (0 to 1), "
-            f"certain {certain} (0 to 1)."
+            f"carry {carry} (0 to 1)."
         )
-    view = candidates.view
-    doubtful = candidates.noise is not None and (
-        candidates.noise > 0 or certainty(view.label, view.vote, view.vote_p, view.confidence) > certain
-    )
-    if doubtful:
-        overdue = (view.age[candidates.ids] >= OVERDUE_WINDOWS).astype(np.float32)
-        return Draw(positions=np.flatnonzero(top(overdue + rng.random(len(candidates), dtype=np.float32), budget, rng)))
-    raw = np.nan_to_num(candidates.raw, nan=1.0)
-    inclusion = inclusion_probabilities(np.maximum(raw, floor) ** power, budget)
+    view, ids = candidates.view, candidates.ids
+    chance = np.maximum(np.nan_to_num(candidates.raw, nan=1.0), floor) ** power
+    if candidates.noise is None:
+        inclusion = inclusion_probabilities(chance, budget)
+        positions = systematic(rng, inclusion)
+        return Draw(positions=positions, inclusion=inclusion[positions].astype(np.float32), temper=1.0)
+    rests, visited = (np.isin(ids, some) for some in on_trial(view.trial, view.clock.window))
+    if np.count_nonzero(visited) > budget / 2 or np.count_nonzero(~rests) < budget:
+        rests, visited = np.zeros_like(rests), np.zeros_like(visited)  # too small a budget for a trial
+    gained = carried(view.trial)
+    free, left = np.flatnonzero(~rests & ~visited), budget - int(np.count_nonzero(visited))
+    if candidates.noise > 0 or not gained >= carry:
+        overdue = (view.age[ids[free]] >= OVERDUE_WINDOWS).astype(np.float32)
+        drawn = top(overdue + rng.random(len(free), dtype=np.float32), left, rng)
+        positions = np.concatenate((np.flatnonzero(visited), free[drawn]))
+        return Draw(positions=positions, note=f"{_outcome(candidates.noise, gained)}: drawn at random")
+    inclusion = visited.astype(np.float64)
+    inclusion[free] = inclusion_probabilities(chance[free], left)
     positions = systematic(rng, inclusion)
-    chosen = inclusion[positions].astype(np.float32)
-    return Draw(positions=positions, inclusion=chosen, temper=1.0 if candidates.noise is None else temper)
+    note = f"{_outcome(candidates.noise, gained)}: the unsure are preferred"
+    return Draw(positions=positions, inclusion=inclusion[positions].astype(np.float32), temper=temper, note=note)
+
+
+def _outcome(noise: float, gained: float) -> str:
+    """What a trial of hard samples has shown, in words."""
+    if noise > 0:
+        return "labels are wrong"
+    if np.isnan(gained):
+        return "no trial of hard samples has shown anything yet"
+    return f"hard samples that rested gained {gained:.0%} of what others did"
 
 
 @card(unbiased=True, exact=False)

@@ -102,6 +102,11 @@ class View:
         """How often predictions contradicted labels, window by window: see `Ledger.course`."""
         return tuple(self._ledger.course)
 
+    @property
+    def trial(self) -> npt.NDArray[np.float64]:
+        """Hard samples on trial, [k, 6], read-only: see `select.trial`."""
+        return _read_only(self._ledger.trial)
+
     def __getattr__(self, name: str) -> npt.NDArray[Any]:
         if name not in COLUMNS:
             raise AttributeError(f"A view has no column {name!r}; it has {', '.join(COLUMNS)}.")
