@@ -303,6 +303,16 @@ def test_pick_chooses_a_fixed_number_by_seed_and_counts_seen_and_trained_apart(p
     assert ledger.last_loss[ledger.trained > 0].mean() > ledger.last_loss[ledger.trained == 0].mean()
 
 
+def test_a_loop_that_fetches_ahead_cannot_pick_from_the_wrong_batch(problem):
+    loader = salience.Loader(problem, 30)
+    it = iter(loader)
+    x, _ = next(it)
+    next(it)
+    with pytest.raises(LossError, match="with_ids"):
+        loader.pick(x.abs().sum(1))
+    assert loader.ledger.seen.sum() == 0
+
+
 def test_losses_that_do_not_fit_the_batch_are_refused(problem):
     loader = salience.Loader(problem, 32)
     with pytest.raises(LossError, match="before a batch"):

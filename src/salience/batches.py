@@ -275,8 +275,8 @@ def with_ids_inside(batch: Any, ids: Tensor, key: str) -> Any:
     )
 
 
-def integer_targets(batch: Any, count: int) -> Tensor | None:
-    """The one integer tensor [count] in a tuple, list or dict batch, which must be its targets; None if there are several."""
+def columns(batch: Any, count: int) -> list[Tensor]:
+    """The tensors in a tuple, list or dict batch that hold one number per sample: its targets may be among them."""
     if isinstance(batch, dict):
         parts: Any = dict.values(
             cast("dict[Any, Any]", batch)
@@ -284,14 +284,15 @@ def integer_targets(batch: Any, count: int) -> Tensor | None:
     elif isinstance(batch, (tuple, list)):
         parts = cast("Sequence[Any]", batch)
     else:
-        return None
-    found: Tensor | None = None
-    for part in parts:
-        if not isinstance(part, Tensor) or part.dtype not in INTEGERS:
-            continue
-        if part.is_nested or part.layout != torch.strided or part.shape != (count,):  # nested ones have no such shape
-            continue
-        if found is not None:
-            return None
-        found = part
-    return found
+        return []
+    return [
+        part for part in parts
+        if isinstance(part, Tensor) and not part.is_nested and part.layout == torch.strided  # nested ones have no such shape
+        and part.shape in ((count,), (count, 1)) and part.device.type == "cpu" and not part.is_complex()
+    ]  # fmt: skip
+
+
+def integer_targets(columns: list[Tensor]) -> Tensor | None:
+    """The one column of integers, which must be the targets of its batch; None if there are several."""
+    found = [part for part in columns if part.dtype in INTEGERS and part.dim() == 1]
+    return found[0] if len(found) == 1 else None

@@ -83,7 +83,7 @@ def test_one_loss_per_batch_in_order():
     first, second = Batch(0, 0, np.arange(8)), Batch(0, 1, np.arange(8, 16))
     recording.hand_over(first)
     recording.hand_over(second)
-    with pytest.raises(LossError, match="not for the 1 before it"):
+    with pytest.raises(LossError, match="the 1 before it got none"):
         recording.batch_for_loss(None, again=False)
     recording.skip()
     recording.hand_over(Batch(0, 2, np.arange(16, 24)))

@@ -197,6 +197,44 @@ def test_targets_that_are_drawn_anew_switch_class_statistics_off_and_that_is_sai
     assert len(said) == 1
 
 
+class Negatives(Dataset):
+    """A user, and an item that is theirs or was drawn; numbers of both stand beside the target."""
+
+    def __init__(self, kind: torch.dtype) -> None:
+        self.drawn, self.kind = torch.Generator().manual_seed(0), kind
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> tuple[int, int, torch.Tensor]:
+        item, own = torch.randint(50, (2,), generator=self.drawn).tolist()
+        return i % 7, item, torch.tensor(own % 2, dtype=self.kind)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.int64, torch.bool])
+@pytest.mark.parametrize("column", [True, False])
+def test_negatives_that_are_drawn_anew_are_no_misattribution_whatever_stands_beside_their_targets(kind, column):
+    loader = salience.Loader(Negatives(kind), 20, epochs=3)
+    for _ in range(3):
+        for user, item, y in loader:
+            logits = (user - item / 7).float()
+            losses = F.binary_cross_entropy_with_logits(logits, y.float(), reduction="none")
+            loader.loss(losses, logits[:, None], y[:, None] if column else y)
+    assert (loader.ledger.seen == 3).all()
+    assert (loader.ledger.label == -1).all()
+    assert sum("drawn anew" in text for text in warnings(loader)) == 1
+
+
+def test_a_float_label_that_the_loop_makes_an_integer_is_no_misattribution():
+    data = [{"x": torch.randn(C), "domain": i % 7, "label": float(i % 3)} for i in range(N)]
+    loader = salience.Loader(data, 20, epochs=2)
+    for _ in range(2):
+        for batch in loader:
+            y = batch["label"].long()
+            loader.loss(F.cross_entropy(batch["x"], y, reduction="none"), batch["x"], y)
+    np.testing.assert_array_equal(loader.ledger.label, np.arange(N) % 3)
+
+
 def test_targets_that_differ_from_those_delivered_are_still_refused():
     loader = salience.Loader(Pairs(), 20, epochs=2)
     seen = [torch.randint(2, (20,)) for _ in range(2)]

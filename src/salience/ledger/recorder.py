@@ -30,6 +30,10 @@ MIN_SAMPLES_TO_SORT = 1 << 17
 """In a ledger of more samples than this, columns are visited in the order of the ids."""
 
 
+Delivered = tuple[Tensor | None, Sequence[Tensor]]
+"""The integer targets of a batch, to catch a look-ahead loop at once, and where they are not known all that may be its targets."""
+
+
 @dataclass(slots=True)
 class _Pending:
     """Batches whose statistics stand side by side in one matrix."""
@@ -42,8 +46,8 @@ class _Pending:
     copied: torch.cuda.Event | None = None
     kept: Tensor | None = None
     """Positions in `ids` (of one batch) that go into a gradient, where only some do."""
-    hints: list[Tensor | None] = field(default_factory=list[Tensor | None])
-    """Integer targets as they were delivered with each batch, to catch a look-ahead loop at once."""
+    hints: list[Delivered] = field(default_factory=list[Delivered])
+    """What was delivered with each batch that its targets are still to be compared with."""
     numbers: list[int | None] = field(default_factory=list[int | None])
     """Number of each batch in a plan in which no id occurs twice."""
 
@@ -96,15 +100,13 @@ class Recorder:
         window: int,
         trained: bool = True,
         hint: Tensor | None = None,
+        columns: Sequence[Tensor] = (),
         number: int | None = None,
     ) -> None:
         """Record one batch. Its `number` in a plan without duplicates spares the search for them."""
         if not len(ids):
             return
-        if hint is not None:
-            hint = self._checked_hint(hint, targets)
-        elif targets is not None:
-            self._confirmed = False
+        delivered = self._unchecked(hint, columns, targets)
         flags, parts = (window, True, trained), (losses, logits, targets)
         coming, collected = self._coming, self._collected
         fits = collected is not None and collected.fits(parts)
@@ -117,7 +119,7 @@ class Recorder:
         if coming is None:
             coming = self._coming = _Pending([], (), _NOTHING, flags)
         coming.ids.append(ids)
-        coming.hints.append(hint)
+        coming.hints.append(delivered)
         coming.numbers.append(number)
         if collected is None:
             self._reduce(parts)
@@ -299,37 +301,48 @@ class Recorder:
             Misattributed("Another rank recorded losses for the wrong samples; its message says which."),
         )
 
-    def _checked_hint(self, hint: Tensor, targets: Tensor | None) -> Tensor | None:
-        """Compare now if that needs no synchronisation; otherwise return the hint, to be compared later."""
-        if targets is None or targets is hint or not self._hints_hold:
-            return None
+    def _unchecked(self, hint: Tensor | None, columns: Sequence[Tensor], targets: Tensor | None) -> Delivered:
+        """Compare now if that needs no synchronisation; returns what is left to be compared later."""
+        if targets is None or targets is hint or not (self._confirmed if hint is None else self._hints_hold):
+            return None, ()
+        if hint is None and not columns:
+            self._confirmed = False
+            return None, ()
         if targets.device.type != "cpu" or self._ranks is not None:  # ranks find out together, in flush()
-            return hint
-        self._check_hint(hint.numpy(), targets.detach().numpy())
-        return None
+            return hint, columns
+        self._check((hint, columns), targets.detach().numpy())
+        return None, ()
 
     def _check_hints(self, item: _Pending) -> None:
         hints, item.hints = item.hints, []
-        if any(hint is not None for hint in hints):
-            for hint, (_, values) in zip(hints, item.batches(), strict=True):
-                if hint is not None:
-                    self._check_hint(hint.numpy(), values[item.names.index("target")].numpy().astype(np.int64))
+        if any(hint is not None or columns for hint, columns in hints):
+            for delivered, (_, values) in zip(hints, item.batches(), strict=True):
+                if delivered[0] is not None or delivered[1]:
+                    self._check(delivered, values[item.names.index("target")].numpy().astype(np.int64))
 
-    def _check_hint(self, delivered: npt.NDArray[Any], given: npt.NDArray[Any]) -> None:
+    def _check(self, delivered: Delivered, given: npt.NDArray[Any]) -> None:
         """Targets given to loss() must be those delivered with the batch, or a function of them (a remapped class)."""
-        if not self._hints_hold or np.array_equal(delivered, given):
+        hint, columns = delivered
+        numbers = (part.detach().double().flatten().numpy() for part in columns)
+        if (hint is not None and np.array_equal(hint.numpy(), given)) or any(_agree(part, given) for part in numbers):
             return
         self._confirmed = False
-        if len(delivered) != len(given):
+        if hint is None or not self._hints_hold or len(hint) != len(given):
             return
-        pairs = np.unique(np.stack((delivered, given)), axis=1)
+        expected = hint.numpy()
+        pairs = np.unique(np.stack((expected, given)), axis=1)
         if len(np.unique(pairs[0])) == pairs.shape[1]:
             self._hints_hold = False
             return
         raise Misattributed(
-            f"The targets passed to loss() are not those of the batch delivered last ({int((delivered != given).sum())} "
+            f"The targets passed to loss() are not those of the batch delivered last ({int((expected != given).sum())} "
             f"of {len(given)} differ). A loop that fetches ahead must use with_ids=True and pass ids= to loss()."
         )
+
+
+def _agree(delivered: npt.NDArray[np.float64], given: npt.NDArray[Any]) -> bool:
+    """True if they are the same, where a target names a class at all."""
+    return len(delivered) == len(given) and bool(((delivered == given) | (given < 0)).all())
 
 
 _NOTHING = torch.empty(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -117,6 +117,8 @@ class Batch:
     """What the loop receives."""
     hint: Tensor | None = None
     """Integer targets found in the content."""
+    columns: Sequence[Tensor] = ()
+    """What the content holds with one number per sample."""
     prints: npt.NDArray[np.int64] | None = None
     """Fingerprints of the samples' bytes; None if the data set has none."""
     ticket: int = -1

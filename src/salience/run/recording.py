@@ -136,7 +136,7 @@ class Recording(Part):
             )
         if self._without_loss and ids is None:
             raise LossError(
-                f"loss() was called for this batch and not for the {self._without_loss} before it, so it cannot be told whose "
+                f"This batch is given losses and the {self._without_loss} before it got none, so it cannot be told whose "
                 "losses these are. A loop that fetches ahead must use with_ids=True and pass ids= to loss(); one that leaves "
                 "a batch out on purpose calls loader.skip() for it."
             )
@@ -213,7 +213,7 @@ class Recording(Part):
     def _enter(
         self, batch: Batch, losses: Tensor, logits: Tensor | None, targets: Tensor | None, *, trained: bool = True
     ) -> None:
-        ids, hint, visits = batch.ids, batch.hint, batch.visits
+        ids, hint, columns, visits = batch.ids, batch.hint, batch.columns, batch.visits
         number = batch.number if visits.no_doubles and batch.rows is None else None
         first = visits.first_views(batch)
         if first is not None:
@@ -224,8 +224,9 @@ class Recording(Part):
             logits, targets, hint = (
                 None if part is None else part[positions.to(part.device)] for part in (logits, targets, hint)
             )
+            columns = [part[positions.to(part.device)] for part in columns]
         self.recorder.record(
-            ids, losses, logits, targets, window=batch.window, trained=trained, hint=hint, number=number
+            ids, losses, logits, targets, window=batch.window, trained=trained, hint=hint, columns=columns, number=number
         )
 
     def weights(self, ids: Tensor | None) -> Tensor:

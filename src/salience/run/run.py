@@ -284,7 +284,7 @@ class Run:
         power: float | None,
     ) -> Tensor:
         """Record a whole batch as seen, and choose the samples of it to train on."""
-        batch, picks = self.recording.batch_of(None), self.planning.picks
+        batch, picks = self.recording.batch_for_loss(None, again=False), self.planning.picks
         check_losses("pick", losses, batch)
         if not len(losses):
             return torch.empty(0, dtype=torch.int64, device=losses.device)

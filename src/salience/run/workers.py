@@ -21,6 +21,7 @@ from salience.batches import (
     Reordered,
     WatchedCollate,
     WorkerInit,
+    columns,
     integer_targets,
     taken_apart,
     with_ids_inside,
@@ -180,7 +181,8 @@ class WorkerSource:
             batch.ids, batch.planned = ids[batch.rows], ids
         else:
             batch.reordered = isinstance(content, Reordered)
-        batch.hint = integer_targets(batch.content, len(batch.ids))
+        batch.columns = columns(batch.content, len(batch.ids))
+        batch.hint = integer_targets(batch.columns)
         return batch
 
     def contents(self, batch: Batch) -> Any:
