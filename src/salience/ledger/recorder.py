@@ -31,7 +31,7 @@ MIN_SAMPLES_TO_SORT = 1 << 17
 
 
 Delivered = tuple[Tensor | None, Sequence[Tensor]]
-"""The integer targets of a batch, to catch a look-ahead loop at once, and where they are not known all that may be its targets."""
+"""The integer targets of a batch; and all that may be its targets, where those are not known."""
 
 
 @dataclass(slots=True)

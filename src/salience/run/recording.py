@@ -91,7 +91,8 @@ class Recording(Part):
     def hand_over(self, batch: Batch) -> None:
         assert self._now is not None
         if self.batch is not None:
-            self._without_loss = 0 if self.batch.number in self._now.recorded else self._without_loss + 1
+            answered = self.batch.number in self._now.recorded or self.batch.kept is not None
+            self._without_loss = 0 if answered else self._without_loss + 1
         self.batch, self.peeked = batch, False
         batch.visits = self._now
         self._now.deliver(batch)
