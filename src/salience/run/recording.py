@@ -227,7 +227,15 @@ class Recording(Part):
             )
             columns = [part[positions.to(part.device)] for part in columns]
         self.recorder.record(
-            ids, losses, logits, targets, window=batch.window, trained=trained, hint=hint, columns=columns, number=number
+            ids,
+            losses,
+            logits,
+            targets,
+            window=batch.window,
+            trained=trained,
+            hint=hint,
+            columns=columns,
+            number=number,
         )
 
     def weights(self, ids: Tensor | None) -> Tensor:
