@@ -171,6 +171,21 @@ def test_plans_are_the_same_for_the_same_stock_and_say_what_was_exchanged(world)
     assert hits[0] > hits[1]
 
 
+@pytest.mark.parametrize("name", ["default", "uniform", "infobatch", "io"])
+def test_every_selection_visits_first_what_is_resident(world, name):
+    *_, stock, _ = world
+    ledger = Ledger(N)
+    ledger.record(np.arange(N), {"loss": np.random.default_rng(1).exponential(size=N).astype(np.float32)}, window=0)
+    pipeline = Pipeline(salience.select.preset(name))
+    with_it, without = (
+        pipeline.plan(ledger, window=3, windows=20, batch_size=32, seed=0, stock=some) for some in (stock, None)
+    )
+    assert stock.resident[with_it.ids[:64]].all()
+    assert not stock.resident[without.ids[:64]].all()
+    if name != "io":  # which exchanges samples as well
+        assert set(with_it.ids) == set(without.ids)
+
+
 @pytest.mark.parametrize("table", [{"top": 2}, {"max_age": 0}, {"topp": 0.5}, {"top": "much"}, 7])
 def test_a_wrong_fetch_table_is_named(table):
     with pytest.raises(ConfigError, match=r"select\.fetch"):

@@ -155,7 +155,7 @@ class Pipeline:
         else:
             order = rng.permutation(len(ids))
             ids, weights = ids[order], weights[order]
-        if self.config.fetch is not None and stock is not None:
+        if stock is not None:
             order = resident_first(ids, stock.resident, batch)
             ids, weights = ids[order], weights[order]
         if up:
