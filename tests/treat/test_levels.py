@@ -1,4 +1,4 @@
-"""Planning of reuse: bounded, by importance, round-robin, within the slots there are."""
+"""Planning of reuse: bounded, by lot, round-robin, within the slots there are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from salience.plan import FRESH, REUSED, STORED
-from salience.treat.levels import ReuseTable, assign_slots, choose_split, reuse_factor
+from salience.treat.levels import ReuseTable, assign_slots, choose_split, draw_factors
 
 N, R = 600, 4
 
@@ -17,22 +17,20 @@ def windows(factor, *, slots, count=24, picked=None, n=N):
     levels, tables = np.full((count, n), 255, dtype=np.uint8), []
     for window in range(count):
         ids = rng.permutation(n) if picked is None else rng.permutation(n)[:picked]
-        level, table = assign_slots(ids, factor, table, slots=slots, window=window, r_max=R, rng=rng)
+        level, table = assign_slots(ids, factor[ids], table, slots=slots, window=window, r_max=R, rng=rng)
         levels[window, ids] = level
         tables.append(table)
     return levels, tables
 
 
-def test_the_factor_falls_with_importance_and_stays_in_its_bounds():
-    importance = np.linspace(0, 1, 1001)
-    r = reuse_factor(importance, R)
-    assert (np.diff(r.astype(int)) <= 0).all()
-    assert (r[0], r[-1]) == (R, 1)
-    assert (1 / r).mean() == pytest.approx(0.34, abs=0.002)
-    assert (reuse_factor(importance, 1) == 1).all()
+def test_factors_have_the_stated_probabilities():
+    r = draw_factors(100_000, R, np.random.default_rng(0))
+    shares = np.bincount(r, minlength=R + 1) / len(r)
+    assert shares == pytest.approx([0, 1 / 12, 1 / 12, 1 / 12, 9 / 12], abs=0.005)
+    assert (draw_factors(100, 1, np.random.default_rng(0)) == 1).all()
 
 
-def test_important_samples_are_always_fresh_and_unimportant_ones_one_time_in_r_max():
+def test_a_factor_of_one_is_always_fresh_and_one_of_r_max_one_time_in_r_max():
     factor = np.where(np.arange(N) < N // 2, R, 1).astype(np.uint8)
     levels, _ = windows(factor, slots=N)
     assert (levels[:, N // 2 :] == FRESH).all()
@@ -73,15 +71,16 @@ def test_what_is_reused_lies_in_the_slot_it_was_put_into_with_its_window():
             content[table.slot[i]] = (i, window)
 
 
-def test_where_slots_are_short_the_least_important_have_them():
-    factor = np.where(np.arange(N) < 100, R, 2).astype(np.uint8)
+def test_where_slots_are_short_samples_that_may_be_used_again_get_them_by_lot():
+    factor = np.where(np.arange(N) < N // 2, R, 1).astype(np.uint8)
     levels, _ = windows(factor, slots=100, count=1)
-    assert (levels[0, :100] == STORED).all()
-    assert (levels[0, 100:] == FRESH).all()
+    assert np.count_nonzero(levels[0, : N // 2] == STORED) == 100
+    assert 20 < np.count_nonzero(levels[0, : N // 4] == STORED) < 80
+    assert (levels[0, N // 2 :] == FRESH).all()
 
 
 def test_samples_that_are_never_planned_again_give_their_slots_up():
-    rng, factor = np.random.default_rng(0), np.full(N, R, np.uint8)
+    rng, factor = np.random.default_rng(0), np.full(100, R, np.uint8)
     old, new = np.arange(100), np.arange(100, 200)
     _, table = assign_slots(old, factor, ReuseTable.empty(N), slots=100, window=0, r_max=R, rng=rng)
     level, table = assign_slots(new, factor, table, slots=100, window=1, r_max=R, rng=rng)
@@ -90,7 +89,7 @@ def test_samples_that_are_never_planned_again_give_their_slots_up():
     assert (level == STORED).all()
 
 
-def test_the_shelf_given_is_not_changed():
+def test_the_table_given_is_not_changed():
     table = ReuseTable.empty(N)
     assign_slots(np.arange(N), np.full(N, R, np.uint8), table, slots=N, window=0, r_max=R, rng=np.random.default_rng(0))
     assert (table.slot == -1).all()

@@ -55,12 +55,18 @@ class Staging(Part):
             if self._voice.strict:
                 raise ConfigError(text)
             self._voice.warn(text)
-        ranks: npt.NDArray[Any] | None = plan.ranks
+        return self.treating.plan(plan, self._importance(plan), copies), counts
+
+    def _importance(self, plan: Plan) -> npt.NDArray[Any] | None:
+        """Importance of every sample, [n]: what the plan says, else the rank of the mean loss; None if unused or unknown."""
+        if plan.ranks is not None or not self.treating.config.uses_importance:
+            return plan.ranks
         known = np.isfinite(self._ledger.mean_loss)
-        if ranks is None and known.any():  # nothing is selected: then the loss says what is important
-            ranks = np.full(plan.population, 0.5, dtype=np.float32)
-            ranks[known] = rank_normalise(self._ledger.mean_loss[known])
-        return self.treating.plan(plan, ranks, copies), counts
+        if not known.any():
+            return None
+        ranks = np.full(plan.population, 0.5, dtype=np.float32)
+        ranks[known] = rank_normalise(self._ledger.mean_loss[known])
+        return ranks
 
     def evaluated(self, metric: float, window: int) -> None:
         """Take a validation result, by which the strength of stages adapts."""

@@ -17,8 +17,8 @@ class Treat:
     """What is done with the stages of `augment=`; `treat="reuse"` is short for `treat=Treat("reuse")`."""
 
     kind: Kind = "fresh"
-    """"fresh": every stage runs at every visit. "reuse": the less important a sample, the longer its intermediate is
-    kept. "echo": several views of each sample that is read. "auto": what the measured times call for."""
+    """"fresh": every stage runs at every visit. "reuse": an intermediate serves several visits. "echo": several views of
+    each sample that is read. "auto": what the measured times call for."""
     memory: int | str = "2GiB"
     """Bytes of intermediates kept, on each node."""
     split: int | None = None
@@ -48,6 +48,11 @@ class Treat:
             )
         if self.bytes < 0:
             raise ConfigError(f"treat: memory is {self.memory}; it must be at least 0.")
+
+    @property
+    def uses_importance(self) -> bool:
+        """True if samples are treated differently by their importance: reuse alone deals out its visits by lot."""
+        return self.strength or self.kind in ("echo", "auto")
 
     @property
     def bytes(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +14,12 @@ MAX_IDLE_ROUNDS = 4
 """An intermediate older than MAX_IDLE_ROUNDS * r_max windows that is not wanted now loses its slot."""
 
 
-def reuse_factor(importance: npt.NDArray[Any], r_max: int) -> npt.NDArray[np.uint8]:
-    """Visits of one intermediate, uint8 [n]: r = ceil(3 r_max (1 - importance)), held between 1 and r_max.
+def draw_factors(count: int, r_max: int, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
+    """How many visits an intermediate may serve, uint8 [count], by lot: ceil(3 r_max u), at most r_max, u uniform in (0, 1].
 
-    With r_max = 4 the upper twelfth is always fresh, the lower 3/4 have r = 4, and 0.34 of the visits are fresh on average.
+    So 1 to r_max - 1 have a probability of 1 / (3 r_max) each, and r_max has the rest.
     """
-    r = np.ceil(3 * r_max * (1 - importance.astype(np.float32)))
-    return np.clip(r, 1, r_max).astype(np.uint8)
+    return np.minimum(r_max, np.ceil(3 * r_max * (1 - rng.random(count)))).astype(np.uint8)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -53,33 +51,29 @@ def assign_slots(
 ) -> tuple[npt.NDArray[np.uint8], ReuseTable]:
     """Treatment level of each planned sample, uint8 [len(ids)], and the reuse table at the end of the window.
 
-    A sample whose intermediate was used fewer than factor[id] times reuses it. All others are made fresh; those that may be
-    used again get the free slots, the highest factor first and by lot among equals. The first intermediate of a sample
-    counts as used by lot, so that about as many are made again in each window (round-robin) instead of all in the same one.
+    A sample whose intermediate was used fewer times than its `factor`, uint8 [len(ids)], reuses it. All others are made
+    fresh, and those that may be used again get the free slots by lot. The first intermediate of a sample counts as used
+    a random number of times, so that about as many are made again in every window.
     """
     slot, created, uses = table.slot.copy(), table.created.copy(), table.uses.copy()
-    again = (slot[ids] >= 0) & (uses[ids] < factor[ids])
+    again = (slot[ids] >= 0) & (uses[ids] < factor)
     uses[ids[again]] += 1
-    made = ids[~again]
-    slot[made] = -1
+    slot[ids[~again]] = -1
     idle = (slot >= 0) & (created < window - MAX_IDLE_ROUNDS * r_max)
     idle[ids[again]] = False
     slot[idle] = -1
     taken = np.zeros(slots, dtype=bool)
     taken[slot[slot >= 0]] = True
     free = np.flatnonzero(~taken).astype(np.int32)
-    wanting = made[factor[made] > 1]
-    order = np.lexsort((rng.random(len(wanting)), -factor[wanting].astype(np.int16)))
-    kept = wanting[order[: len(free)]]
+    stored = rng.permutation(np.flatnonzero(~again & (factor > 1)))[: len(free)]
+    kept = ids[stored]
     slot[kept] = free[: len(kept)]
     first = created[kept] < 0
-    uses[kept] = np.where(first, 1 + (rng.random(len(kept)) * factor[kept]).astype(np.uint8), 1)
+    uses[kept] = np.where(first, 1 + (rng.random(len(kept)) * factor[stored]).astype(np.uint8), 1)
     created[kept] = window
     level = np.full(len(ids), FRESH, dtype=np.uint8)
     level[again] = REUSED
-    stored = np.zeros(len(slot), dtype=bool)
-    stored[kept] = True
-    level[stored[ids]] = STORED
+    level[stored] = STORED
     return level, ReuseTable(slot=slot, created=created, uses=uses)
 
 

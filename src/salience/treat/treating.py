@@ -20,7 +20,7 @@ from salience.treat.config import MOST_VIEWS, Treat
 from salience.treat.curves import Adapting
 from salience.treat.dataset import BatchReport, StagedDataset, StageTimes, Treatment
 from salience.treat.echo import echo, echo_slots, views_needed, views_of
-from salience.treat.levels import ReuseTable, SplitPoint, assign_slots, choose_split, reuse_factor
+from salience.treat.levels import ReuseTable, SplitPoint, assign_slots, choose_split, draw_factors
 from salience.treat.rehearsal import Rehearsal, rehearsed
 from salience.treat.slots import slots_of
 from salience.treat.stages import Stage, takes
@@ -152,7 +152,7 @@ class Treating:
             return replace(plan, level=np.zeros(len(plan), dtype=np.uint8))
         if self.kind == "reuse":
             r_max = self.config.r_max
-            factor = np.full(self.n, r_max, np.uint8) if ranks is None else reuse_factor(ranks, r_max)
+            factor = draw_factors(len(plan), r_max, rng)
             level, self._table = assign_slots(
                 plan.ids, factor, self._table, slots=self.split.slots, window=plan.window, r_max=r_max, rng=rng
             )
