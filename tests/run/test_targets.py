@@ -251,6 +251,27 @@ def test_picked_samples_may_have_one_hot_targets_too():
     np.testing.assert_array_equal(loader.ledger.label, plain().label)
 
 
+@pytest.mark.parametrize(
+    ("logits", "targets", "said"),
+    [
+        ((torch.zeros(20, C), torch.zeros(20, C)), torch.zeros(20, dtype=torch.int64), "logits are a tuple"),
+        ([[0.0] * C] * 20, torch.zeros(20), "logits are a list"),
+        (torch.zeros(20, C).to_sparse(), torch.zeros(20, dtype=torch.int64), "logits are a tensor of layout"),
+        (torch.zeros(20, 0), torch.zeros(20, dtype=torch.int64), r"must be \[20, classes\]"),
+        (torch.zeros(20, C), [0] * 20, "targets are a list"),
+        (torch.zeros(20, C), np.zeros(20), "targets are a ndarray"),
+        (torch.zeros(20, C), {"labels": torch.zeros(20)}, "targets are a dict"),
+        (torch.zeros(20, C), torch.eye(20, C).to_sparse(), "targets are a tensor of layout"),
+    ],
+)
+def test_logits_and_targets_that_are_no_tensors_are_named(logits, targets, said):
+    loader = salience.Loader(points(), 20)
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(LossError, match=said):
+        loader.loss(torch.ones(20), logits, targets)
+
+
 @pytest.mark.parametrize("losses", [None, [1.0] * 20, 1.0, torch.ones(20, dtype=torch.int64)])
 @pytest.mark.parametrize("caller", ["loss", "pick"])
 def test_losses_that_are_no_tensor_of_floats_are_named(caller, losses):

@@ -79,6 +79,12 @@ def class_labels(count: int, logits: Tensor | None, targets: Targets | None) -> 
     """Classes of a batch of `count` samples, with logits in two dimensions that go with them. Waits for no device."""
     if targets is None:
         return Labels()
+    if not isinstance(targets, tuple):
+        _check_dense(
+            "targets", targets, "of one class per sample, [B]; or (targets, targets of the partners, share) after mixup"
+        )
+    if logits is not None:
+        _check_dense("logits", logits, "that the model returned for these samples, [B, classes]")
     if (
         isinstance(targets, Tensor)
         and logits is not None
@@ -99,7 +105,7 @@ def class_labels(count: int, logits: Tensor | None, targets: Targets | None) -> 
         return Labels(remark=remark)
     if len(targets) != count:
         raise LossError(f"There are {len(targets)} targets for {count} losses; pass those of the same batch.")
-    if logits is not None and (logits.dim() not in (1, 2) or len(logits) != count):
+    if logits is not None and (logits.dim() not in (1, 2) or len(logits) != count or not logits.numel()):
         raise LossError(
             f"logits have shape {tuple(logits.shape)}; with {count} losses they must be [{count}, classes]."
         )
@@ -111,6 +117,12 @@ def class_labels(count: int, logits: Tensor | None, targets: Targets | None) -> 
     if targets.dtype in INTEGERS:
         return Labels(logits, targets, delivered=True)
     return Labels(logits, torch.where((targets == 0) | (targets == 1), targets, -1).to(torch.int64))
+
+
+def _check_dense(name: str, given: object, wanted: str) -> None:
+    if not isinstance(given, Tensor) or given.layout is not torch.strided:
+        kind = f"a tensor of layout {given.layout}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+        raise LossError(f"{name} are {kind}; pass the tensor {wanted}.")
 
 
 def _table(logits: Tensor | None, table: Tensor) -> Labels:
