@@ -59,7 +59,8 @@ class Staging(Part):
 
     def _importance(self, plan: Plan) -> npt.NDArray[Any] | None:
         """Importance of every sample, [n]: what the plan says, else the rank of the mean loss; None if unused or unknown."""
-        if plan.ranks is not None or not self.treating.config.uses_importance:
+        config = self.treating.config
+        if plan.ranks is not None or not (config.strength or config.kind in ("echo", "auto")):
             return plan.ranks
         known = np.isfinite(self._ledger.mean_loss)
         if not known.any():

@@ -50,11 +50,6 @@ class Treat:
             raise ConfigError(f"treat: memory is {self.memory}; it must be at least 0.")
 
     @property
-    def uses_importance(self) -> bool:
-        """True if samples are treated differently by their importance: reuse alone deals out its visits by lot."""
-        return self.strength or self.kind in ("echo", "auto")
-
-    @property
     def bytes(self) -> int:
         return parse_bytes(self.memory) if isinstance(self.memory, str) else self.memory
 
