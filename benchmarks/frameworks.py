@@ -1,11 +1,11 @@
 """What does each adapter cost, and does it train the same?
 
 Question: a Loader that observes under Lightning, Hugging Face's Trainer and Accelerate, against the framework's own loop over a
-`DataLoader` with the same data, model and batch size. Both loops run at the same time, in two threads that take a step each by
-turns, so that what disturbs the machine disturbs both alike; seconds are processor seconds of a thread (no workers: all the work
-is in them). The ratio is that of an epoch, which holds what is done between epochs; of the epochs, the median and its 95% interval.
-Bars: ratio at most 1.02; every sample visited exactly once per epoch; accuracy equal to that of the framework's own loop with the
-same seed, alone. Against us: models so small that a step takes milliseconds make any constant cost large.
+`DataLoader` with the same data, model and batch size. Both loops run at the same time, in two threads that take a step each
+by turns, so that what disturbs the machine disturbs both alike; seconds are processor seconds of a thread (no workers: all
+the work is in them). The ratio is that of an epoch, what is done between epochs included; of the epochs, the median and its
+95% interval. Bars: ratio at most 1.02; every sample visited exactly once per epoch; accuracy equal to that of the framework's
+own loop with the same seed. Against us: models so small that a step takes milliseconds make any constant cost large.
 
     python benchmarks/frameworks.py --quick     # about a minute; the last line is one JSON object
 """
@@ -43,7 +43,7 @@ from salience.frameworks.transformers import Trainer
 
 WIDTH, CLASSES, BATCH, STEPS = 256, 10, 128, 32  # steps of an epoch
 N = STEPS * BATCH - BATCH // 2
-"""Not whole batches: of those Lightning leaves the sampler one draw short of a plain loop, and later epochs come in another order."""
+"""Not whole batches: of those Lightning leaves the sampler one draw short of a plain loop, which changes later epochs."""
 
 
 def table(n: int) -> TensorDataset:
