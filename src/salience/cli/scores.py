@@ -20,7 +20,7 @@ import argparse
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from salience.cli.agreeing import compare, history
 from salience.cli.opening import Kept, kept, log_file, open_run
 from salience.cli.text import subcommand, written
 from salience.errors import ConfigError
+from salience.events import Findings
 from salience.files import atomic, write_text
 from salience.report import words
 from salience.report.console import columns, say
@@ -141,10 +142,10 @@ def find(args: argparse.Namespace, lists: Sequence[str]) -> int:
     return 0
 
 
-SAID = {
+SAID: dict[str, Callable[[Findings], str]] = {
     "suspects": words.labels,
     "copies": words.near_copies,
-    "hard": lambda said: words.hard(said) if said.hard else "",
+    "hard": lambda found: words.hard(found) if found.hard else "",
 }
 NOT_SAID = {
     "suspects": "No label can be judged: give loader.loss() logits and integer targets.",

@@ -47,7 +47,11 @@ def _whole(default: int | None, low: int, high: float) -> Option:
 
 
 def _flag(default: bool) -> Option:
-    return Option(default, "True or False", lambda value: isinstance(value, bool))
+    return Option(default, "True or False", _is_flag)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
 
 
 def _is_list(value: Any, of: Any = int) -> bool:

@@ -250,7 +250,8 @@ def _check_values(name: str, values: Array, column: Column, shape: tuple[int, ..
     if not (values.dtype.kind in "iu" if whole else values.dtype.kind == "f" and np.can_cast(values.dtype, dtype)):
         raise StateError(f"The saved ledger has {name} as {values.dtype}; it must be {dtype}.")
     if whole:
-        low, high = max(low, np.iinfo(dtype).min), min(high, np.iinfo(dtype).max)
+        held = np.iinfo(dtype.char)
+        low, high = max(low, held.min), min(high, held.max)
     flat = values.ravel()
     least, most = float(np.fmin.reduce(flat)), float(np.fmax.reduce(flat))  # NaN only where there is nothing else
     if least < low or most > high:
