@@ -272,6 +272,16 @@ def test_logits_and_targets_that_are_no_tensors_are_named(logits, targets, said)
         loader.loss(torch.ones(20), logits, targets)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_logits_are_named():
+    loader = salience.Loader(points(), 20)
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(LossError, match="logits are a nested tensor"):
+        nested = torch.nested.nested_tensor([torch.zeros(C)] * 20)
+        loader.loss(torch.ones(20), nested, torch.zeros(20, dtype=torch.int64))
+
+
 @pytest.mark.parametrize("losses", [None, [1.0] * 20, 1.0, torch.ones(20, dtype=torch.int64)])
 @pytest.mark.parametrize("caller", ["loss", "pick"])
 def test_losses_that_are_no_tensor_of_floats_are_named(caller, losses):

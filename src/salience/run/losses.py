@@ -79,21 +79,17 @@ def class_labels(count: int, logits: Tensor | None, targets: Targets | None) -> 
     """Classes of a batch of `count` samples, with logits in two dimensions that go with them. Waits for no device."""
     if targets is None:
         return Labels()
+    if type(targets) is type(logits) is Tensor and targets.dtype is torch.int64:
+        if logits.layout is targets.layout is torch.strided and not (logits.is_nested or targets.is_nested):
+            shape = logits.shape
+            if targets.shape == (count,) and len(shape) == 2 and shape[0] == count and shape[1] > 1:
+                return Labels(logits, targets, True)  # what most loops pass, at every step
     if not isinstance(targets, tuple):
         _check_dense(
             "targets", targets, "of one class per sample, [B]; or (targets, targets of the partners, share) after mixup"
         )
     if logits is not None:
         _check_dense("logits", logits, "that the model returned for these samples, [B, classes]")
-    if (
-        isinstance(targets, Tensor)
-        and logits is not None
-        and targets.dtype is torch.int64
-        and targets.shape == (count,)
-    ):
-        shape = logits.shape
-        if len(shape) == 2 and shape[0] == count and shape[1] > 1:  # what most loops pass, at every step: first
-            return Labels(logits, targets, True)
     if not isinstance(targets, Tensor):
         return _mixed(count, logits, targets)
     binary = logits is not None and (logits.dim() == 1 or (logits.dim() == 2 and logits.shape[1] == 1))
@@ -120,9 +116,12 @@ def class_labels(count: int, logits: Tensor | None, targets: Targets | None) -> 
 
 
 def _check_dense(name: str, given: object, wanted: str) -> None:
-    if not isinstance(given, Tensor) or given.layout is not torch.strided:
-        kind = f"a tensor of layout {given.layout}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
-        raise LossError(f"{name} are {kind}; pass the tensor {wanted}.")
+    if isinstance(given, Tensor) and given.layout is torch.strided and not given.is_nested:
+        return
+    kind = f"a tensor of layout {given.layout}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+    if isinstance(given, Tensor) and given.layout is torch.strided:
+        kind = "a nested tensor"
+    raise LossError(f"{name} are {kind}; pass the tensor {wanted}.")
 
 
 def _table(logits: Tensor | None, table: Tensor) -> Labels:
