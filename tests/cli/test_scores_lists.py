@@ -18,12 +18,12 @@ from salience.cli import main
 from salience.ledger import Ledger
 from salience.select.findings import save_copies
 
-N = 4000
+N, WRONG = 4000, (7, 13, 24, 30, 35)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run over 60 samples of two classes, three labels contradicted at every visit, two groups of copies."""
+    """A run over 4,000 samples of two classes, some labels contradicted at every visit, two groups of copies."""
     folder = tmp_path / "run"
     folder.mkdir()
     checkpoint.write(folder, {"classes": ["cat", "dog"]})
@@ -38,9 +38,10 @@ def run(tmp_path: Path) -> Path:
 
 
 def history() -> Ledger:
-    """5% of the labels are wrong, which a model that is sure of all others contradicts."""
+    """An eighth of the labels is wrong, which a model that is sure of all others contradicts, window after window."""
     ledger = Ledger(N)
-    wrong = np.isin(np.arange(N) % 40, [7, 30])
+    wrong = np.isin(np.arange(N) % 40, WRONG)
+    ledger.course[:] = [(0.3 - 0.02 * k, 0.125, N / 3, 0.0) for k in range(9)]
     ledger.set_labels(np.arange(N) % 2)
     ledger.seen[:] = ledger.trained[:] = 10
     ledger.right[:] = np.where(wrong, 0, 10)
@@ -61,12 +62,12 @@ def said(capsys: pytest.CaptureFixture[str], *args: object) -> str:
 def test_each_list_has_its_verdict_and_rows_with_files_and_classes(run: Path, capsys: pytest.CaptureFixture[str]):
     out = said(capsys, run, "--suspects", "--copies", "--hard", "--top", 3).splitlines()
     assert out[:2] == [
-        "200 of 4,000 labels look wrong; about 197 of them probably are.",
+        "500 of 4,000 labels look wrong; about 500 of them probably are.",
         "The 3 most certain:",
     ]
     rows = [line.split(maxsplit=4) for line in out[4:7]]
     assert {(row[0], row[2], row[3]) for row in rows} == {
-        ("7", "dog", "dog/07.png"), ("30", "cat", "cat/30.png"), ("47", "dog", "dog/47.png"),
+        ("7", "dog", "dog/07.png"), ("13", "dog", "dog/13.png"), ("24", "cat", "cat/24.png"),
     }  # fmt: skip
     first = next(row for row in rows if row[0] == "7")
     assert first[4].startswith("the model says cat with p 0.97; it gave the label at 0 of 10 visits")
@@ -95,8 +96,8 @@ def test_a_lone_ledger_has_no_names_and_a_run_may_have_looked_for_no_copies(
 
 def test_json_is_one_object_and_takes_every_list_when_none_is_named(run: Path, capsys: pytest.CaptureFixture[str]):
     found = json.loads(said(capsys, run, "--json"))
-    assert (found["samples"], found["suspected"], found["groups"], found["spare"]) == (4000, 200, 2, 3)
-    assert {row["id"] % 40 for row in found["suspects"]["rows"]} == {7, 30}
+    assert (found["samples"], found["suspected"], found["groups"], found["spare"]) == (4000, 500, 2, 3)
+    assert {row["id"] % 40 for row in found["suspects"]["rows"]} == set(WRONG)
     assert found["copies"]["rows"][0]["member_files"] == ["dog/05.png", "dog/09.png", "dog/11.png"]
     assert found["hard"]["rows"][0]["label_name"] == "cat"
     assert all(0 <= row["confidence"] <= 1 for name in ("suspects", "copies", "hard") for row in found[name]["rows"])
@@ -108,7 +109,7 @@ def test_lists_go_to_a_csv_file_whole_with_top_zero(run: Path, tmp_path: Path, c
     assert "4,000 rows written to" in out
     with (tmp_path / "found.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["list"] for row in rows] == ["suspects"] * 200 + ["hard"] * 3800
+    assert [row["list"] for row in rows] == ["suspects"] * 500 + ["hard"] * 3500
     assert sorted(int(row["id"]) for row in rows) == list(range(N))
     assert rows[0]["file"] == f"{rows[0]['label_name']}/{int(rows[0]['id']):02}.png"
 

@@ -155,6 +155,7 @@ def test_a_loop_that_picks_itself_is_left_alone():
         assert len(keep) == 10
         torch.testing.assert_close(selector.loss(ids.float()[keep]), ids[keep].float().mean())
     assert selector.ledger.trained.sum() == 20
+    next(iter(selector))
     with pytest.raises(ConfigError, match="share is 0"):
         selector.pick(torch.ones(20), share=0)
 

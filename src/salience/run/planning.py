@@ -350,6 +350,11 @@ class Planning(Part):
         # The Voice and not the run: plug-ins must not keep a run alive.
         return Pipeline(config, strict=self._voice.strict, warn=functools.partial(Voice.warn, self._voice))
 
+    @property
+    def _known_pipeline(self) -> Pipeline | None:
+        """The selection of this run: the one on offer, whether or not it is switched on, or the configured one."""
+        return self.pipeline if self._offered is None else self._offered[1]
+
     # --- in words, and saved ---
 
     @property
@@ -362,12 +367,13 @@ class Planning(Part):
         return json.dumps(self.config.to_dict(), sort_keys=True)
 
     def state_dict(self) -> dict[str, Any]:
+        known = self._known_pipeline
         return {
             "shuffle": self.order.state_dict(in_window=self._in_window or self._piece > 0),
             "in_window": self._in_window,
             "piece": self._piece,
             "steering": None if self._steering is None else self._steering.state_dict(),
-            "switched_off": sorted(self.pipeline.off) if self.pipeline else [],
+            "switched_off": sorted(known.off) if known else [],
             "left_out": self._left_out,
             "subset": None if self.fixed is None else self.fixed.state_dict(),
         }
@@ -376,8 +382,8 @@ class Planning(Part):
         self._in_window, self._piece = bool(state["in_window"]), int(state["piece"])
         inside = self.config is None and (self._in_window or self._piece > 0)
         self._shuffled = self.order.load_state_dict(state["shuffle"], in_window=inside)
-        if self.pipeline is not None:
-            self.pipeline.off = set(state["switched_off"])
+        if (known := self._known_pipeline) is not None:
+            known.off = set(state["switched_off"])
         if self._steering is not None:
             self._steering.load_state_dict(state["steering"])
         self._left_out = float(state["left_out"])
