@@ -31,7 +31,7 @@ MIN_SAMPLES_TO_SORT = 1 << 17
 
 
 Delivered = tuple[Tensor | None, Sequence[Tensor]]
-"""The integer targets of a batch; and all that may be its targets, where those are not known."""
+"""The integer targets of a batch, and everything that may be its targets where they are not known."""
 
 
 @dataclass(slots=True)
@@ -129,7 +129,7 @@ class Recorder:
             self._reduce()
 
     def forget(self) -> None:
-        """Drop what was recorded and not entered yet: the ledger is set to another state."""
+        """Drop what was recorded but not entered yet, because the ledger is set to another state."""
         self._collected = self._coming = self._features = None
         self._featured, self.bad, self._waiting = [], 0, 0
         self._pending.clear()

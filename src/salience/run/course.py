@@ -15,7 +15,7 @@ class Course:
         self.window = 0
         """The window in progress, or the next one between two windows."""
         self.shard: Shard | None = None
-        """This rank's part of the window in progress, or of the last one: a loop that fetches ahead is late with losses."""
+        """This rank's part of the window in progress, or of the last one: loops that fetch ahead hand in losses late."""
         self.open = False
         self.pending = False
         """True while the open window has handed out no batch: in this process, if it was resumed."""

@@ -185,7 +185,7 @@ def roomy_cache(source: Source) -> int:
 
 
 def first_cache(auto: Auto | None, source: Source | None, ranks: Ranks | None) -> int:
-    """Bytes of a cache from the first window on: `auto` would try it anyway, and filling it later costs a window more.
+    """Bytes of a cache from the first window on: `auto` would try it anyway, and filling it later would cost one more window.
 
     Only where a network lies between; elsewhere the system keeps files in memory too. The same on every rank.
     """

@@ -82,7 +82,7 @@ class BatchIterator(Iterator[Any]):
             return content
 
     def _begin(self) -> None:
-        """Have the batches of a window, or peek where another iterator is in the middle of one."""
+        """Take the batches of a window, or peek if another iterator is in the middle of one."""
         run, other = self._run, self._run.iterator()
         if other is not None and other is not self and other.in_use:
             self._peeking = run.peek(self._drawn)
@@ -92,7 +92,7 @@ class BatchIterator(Iterator[Any]):
             self._open()
 
     def _open(self, *, goes_on: bool = False) -> None:
-        """Open a window, whose batches count: the next one, or that of iter(), as long as nobody has taken a batch of it."""
+        """Open a window whose batches count: the next one, or the one opened at iter() if no batch of it was taken."""
         run, other = self._run, self._run.iterator()
         if other is not None and other is not self:
             other.let_go()
@@ -102,7 +102,7 @@ class BatchIterator(Iterator[Any]):
         self._drawn = run.planning.order.drawn if run.redraws else None
 
     def _next_window(self) -> None:
-        """Go on with the epoch's next window; StopIteration after its last one."""
+        """Continue with the epoch's next window; raise StopIteration after its last one."""
         run = self._run
         self.let_go()
         if self._ends:
@@ -115,7 +115,7 @@ class BatchIterator(Iterator[Any]):
         self._open(goes_on=True)
 
     def let_go(self) -> None:
-        """Give the batches up: workers that make them may stop."""
+        """Give up the batches, so that the workers that make them may stop."""
         arriving, self._arriving = self._arriving, None
         close = getattr(arriving, "close", None)
         if close is not None:

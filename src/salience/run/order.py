@@ -30,7 +30,7 @@ class Drawn:
     """What RandomSampler draws from once more at the epoch's end; None if it does not, or has done so."""
 
     def finish(self) -> None:
-        """Draw once more, where a loop runs into the epoch's end."""
+        """Draw once more, as a DataLoader does when the loop runs into the end of the epoch."""
         if self.shuffler is not None:
             torch.randperm(len(self.ids), generator=self.shuffler)
             self.shuffler = None
@@ -57,7 +57,7 @@ class PlainOrder:
         """The order of the epoch in progress."""
         self._put_back: Drawn | None = None
         self._finished = True
-        """True unless an order was drawn whose end no loop has run into."""
+        """False from the moment an order is drawn until a loop has run into its end."""
         self.delivered = False
         """True if every batch of the last epoch was delivered."""
         self._stops = False
@@ -85,9 +85,9 @@ class PlainOrder:
         return Drawn(ids=ids, state=state, worker_seed=worker_seed, shuffler=shuffler)
 
     def unused(self, back: Drawn | None = None, *, workers: bool) -> None:
-        """Nobody took a batch of the last order: the next one is `back`, which was drawn before, or else drawn anew.
+        """No batch of the last order was taken: the next order is `back`, if one was drawn before, or a new one.
 
-        Then a DataLoader would have drawn the seed, and with workers the order too.
+        By then a DataLoader would have drawn the seed, and with workers the order too.
         """
         self._put_back = back
         if back is None and not workers:
@@ -98,7 +98,7 @@ class PlainOrder:
     def peek(self, before: Drawn | None, *, workers: bool) -> Drawn:
         """An order beside the one in progress, as a second iter() of a DataLoader draws it; `before` = what iter() drew then.
 
-        Without workers a DataLoader draws at iter() a seed alone, and the order at the first batch.
+        At iter(), a DataLoader without workers draws only a seed; it draws the order at the first batch.
         """
         if before is None:
             return self._draw(True)
@@ -110,7 +110,7 @@ class PlainOrder:
         self._finished = True
 
     def mark(self) -> None:
-        """Plain windows go on from here."""
+        """Plain windows continue from the generator's present state."""
         self.drawn.state = self.generator.get_state()
 
     def state_dict(self, *, in_window: bool) -> dict[str, Any]:

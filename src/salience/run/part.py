@@ -191,7 +191,7 @@ class Part(Protocol):
         """Before `window` is planned: bring in what the last one taught. Every rank is here at the same time."""
 
     def open(self, shard: Shard, done: frozenset[int]) -> None:
-        """A window begins; the batches in `done` were delivered before a resume. May be called again before the first batch."""
+        """A window begins; the batches in `done` were delivered before a resume. May be repeated before the first batch."""
 
     def hand_over(self, batch: Batch) -> None:
         """A batch is about to reach the training loop."""
@@ -221,7 +221,7 @@ class Part(Protocol):
 
 
 class Voice:
-    """How parts speak: events, warnings, failures that training survives, and the time they took."""
+    """How parts speak: through events, warnings, failures that training survives, and the time they took."""
 
     def __init__(self, events: EventLog, *, strict: bool) -> None:
         self.events, self.strict, self.watch = events, strict, Stopwatch()

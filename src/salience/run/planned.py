@@ -1,4 +1,4 @@
-"""What code reads off a DataLoader as `sampler` and `batch_sampler`: the plan in progress, seen as one."""
+"""What other code finds as `sampler` and `batch_sampler` of a loader: the plan in progress."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class Planning(Part):
             )
 
     def prepare(self, window: int, ledger: Ledger) -> None:
-        """Note how often predictions contradict labels by now, go on with the trial of hard samples, and act on the last
+        """Note how often predictions contradict labels by now, continue the trial of hard samples, and act on the last
         validation result."""
         with self._voice.watch("plan"):
             self.note_course(ledger)
@@ -193,7 +193,7 @@ class Planning(Part):
             workers.manual_seed(torch_seed(self._setup.seed, WORKERS, window, self._setup.rank))
 
     def check_needs(self, *, logits: bool, model: bool) -> None:
-        """At the first loss: name what a configured score lacks, and switch off filters that lack something."""
+        """At the first loss, stop if a configured score lacks what it reads, and switch off filters that do."""
         self.needs_checked = True
         for part, column in [] if self.pipeline is None else self.pipeline.needs():
             if column == "grad_norm" and not model:

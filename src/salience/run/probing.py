@@ -23,7 +23,7 @@ MAX_LAYERS = 64
 
 
 class Probing(Part):
-    """A few samples whose gradients are looked at one by one; rank 0 looks, all ranks learn what it found."""
+    """A few samples whose gradients are examined one by one; rank 0 does so, and all ranks learn what it found."""
 
     name = "probing"
 
@@ -36,7 +36,7 @@ class Probing(Part):
         self._found: float | None = None
         """The same on rank 0, until the next window begins."""
         self._passed = 0
-        """Marks behind us."""
+        """Marks that were passed."""
 
     def attach(self, model: nn.Module, batch: Any) -> None:
         """Probe this model on `batch`: inputs [B, ...] and integer targets [B]."""

@@ -44,12 +44,12 @@ class Recording(Part):
         """True if an iterator that does not count has delivered since."""
         self._now: Visits | None = None
         self._before: Visits | None = None
-        """The window before: a loop that fetches ahead is late with losses."""
+        """The previous window: a loop that fetches ahead hands in its losses late."""
         self._without_loss = 0
-        """Batches of this window that came and went without a loss since the last one that had its own."""
+        """Batches of this window that were delivered since the last one that got its loss."""
         self._recent = RecentLosses()
         self._suspects: tuple[int, npt.NDArray[np.bool_]] | None = None
-        """Number of a window, and the labels that looked wrong at its start; None if they were not asked for."""
+        """Number of a window, and the labels that looked wrong at its start; None until somebody asks."""
 
     def _warm_start(self, known: Ledger) -> None:
         """Start from the ledger of another run, whose window numbers mean nothing here."""
@@ -201,7 +201,7 @@ class Recording(Part):
     def record(
         self, batch: Batch, losses: Tensor, logits: Tensor | None, targets: Tensor | None, kept: Tensor | None
     ) -> None:
-        """Enter a batch into the ledger; of a picked one, only which samples were trained on."""
+        """Enter a batch into the ledger; if samples of it were picked, only which ones were trained on."""
         batch.visits.recorded.add(batch.number)
         if kept is None:
             self._enter(batch, losses, logits, targets)

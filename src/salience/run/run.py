@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from salience.run.iterating import BatchIterator
 
 MOMENTS = ("flush", "prepare", "open", "hand_over", "on_loss", "take_back", "close")
-"""What parts are asked, each by the method of that name."""
+"""Moments at which parts are asked, each by the method of that name."""
 
 
 class Run:
@@ -67,13 +67,13 @@ class Run:
         self.evaluations: list[tuple[float, float]] = []
         """Progress and metric of every validation result."""
         self.study: Study | None = None
-        """What was found in the ledger when it was last looked at."""
+        """What was found in the ledger when it was last examined."""
         self.trace = parts.trace
         """Where plans are recorded; None = nowhere."""
         self.iterator: Callable[[], BatchIterator | None] = lambda: None
-        """Gives the iterator whose batches count, as long as it is referenced."""
+        """Returns the iterator whose batches count, for as long as somebody holds it."""
         self.resumes = 0
-        """How often a state was loaded: iterators taken before that are stale."""
+        """How often a state was loaded; iterators taken before the last time are stale."""
         self.lock = threading.RLock()
         """Held while an iterator is asked for a batch: several threads may iterate."""
         self._said_length = -1, 0
@@ -83,7 +83,7 @@ class Run:
         self.events.emit(telling.run_started(self))
 
     def choose_parts(self) -> None:
-        """Leave out parts that have nothing to do, and of the others what they do not answer, until this is called again."""
+        """From now on, skip parts that have nothing to do, and of the others the moments they do not answer."""
         self.parts = [part for part in self.all_parts if part.in_use]
         """In the order in which they are asked."""
         self._of_parts: dict[str, list[Callable[..., None]]] = {
@@ -208,7 +208,7 @@ class Run:
         return shard
 
     def _warn_of(self, plan: Plan) -> None:
-        """Say what a user may not expect of a new window."""
+        """Warn of what a user may not expect of a new window."""
         if not self.course.left:
             self.voice.warn_once(
                 f"drop_last leaves no batch: there are {len(plan)} samples and a batch has {plan.batch_size}."

@@ -45,7 +45,7 @@ class Sensing(Part):
     def __init__(self, setup: Setup, voice: Voice, recorder: Recorder, given: Reference | None = None) -> None:
         self._setup, self._voice, self._recorder, self._watch = setup, voice, recorder, voice.watch
         self.given = given
-        """The reference as the user gave it."""
+        """The reference as given by the user."""
         self.attached: Attached | None = None
         self.proxy: Proxy | None = None
         self.jury: Jury | None = None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from salience.run.part import Batch
 
 MAX_BATCHES_AHEAD = 32
-"""Batches that are looked through first for the one that losses belong to."""
+"""Batches that are searched first for the one that losses belong to."""
 
 
 @dataclass(slots=True, eq=False)

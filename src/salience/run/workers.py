@@ -201,7 +201,7 @@ class WorkerSource:
 
 
 class Arrivals(Iterator[Batch]):
-    """The batches of one window as they come, timed. A probe holds the next ones back and then releases them all."""
+    """The batches of one window as they come, timed. A probe holds back the next ones and then releases them all at once."""
 
     def __init__(
         self,
