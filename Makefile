@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow lint redis chromium bench docs package clean
+.PHONY: demo test test-slow coverage lint redis chromium bench docs package clean
 
 demo: $(VENV)/.demo
 	$(BIN)/salience demo
@@ -15,6 +15,10 @@ test: lint redis chromium
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow
+
+# Slower than `make test`: the processes that tests start are counted as well.
+coverage: $(VENV)/.dev redis chromium
+	$(BIN)/python -m pytest -n 2 --cov --cov-config=.ci/coverage.ini --cov-report=term
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
