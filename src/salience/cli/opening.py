@@ -62,8 +62,8 @@ def kept(given: str | Path, folder: Path | None = None) -> Kept:
 def open_run(given: str, *, name: str = "", ledger: str = "", whole: bool = True) -> Opened:
     """The run at `given`, its folder or its event log. Not `whole`: without the ledger and all that hangs on it."""
     from salience.app import checkpoint
+    from salience.report.reader import read_log, story_of
     from salience.report.story import shown
-    from salience.report.telling import read_log, tell
     from salience.select.findings import findings
 
     path = Path(given)
@@ -83,7 +83,7 @@ def open_run(given: str, *, name: str = "", ledger: str = "", whole: bool = True
         notes.append(f"The ledger is of {known.ledger.n:,} samples, the run of {run.population:,}; it was left out.")
         known = None
     named = _preset(run.select) if isinstance(run.select, Mapping) else ""
-    story = tell(
+    story = story_of(
         log, name=name or run_name(path), settings=settings, classes=saved.get("classes"), preset=named, notes=notes
     )  # fmt: skip
     if known is None:

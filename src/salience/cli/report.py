@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
         say(f"Note: {note}")
     if args.sink:
         from salience.cli.opening import log_file
+        from salience.report.reader import read_log
         from salience.report.sinks import replayed
-        from salience.report.telling import read_log
 
         replayed(read_log(log_file(args.path)).events, args.sink)
         say(f"Sent to {args.sink}.")

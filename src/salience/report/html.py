@@ -21,8 +21,8 @@ from salience.events import EventLog, LeverDecided
 from salience.report import drawings, words
 from salience.report.charts import Chart
 from salience.report.compared import HEAD, SECONDS_NOTE, Comparison, rows, said_of
+from salience.report.reader import Log, read_log, story_of
 from salience.report.story import GROUPS, HARDEST, MEMBERS, SUSPECTS, Story, shown
-from salience.report.telling import Log, read_log, tell
 from salience.report.text import metric, sections, verdict
 from salience.report.words import Names
 
@@ -107,7 +107,7 @@ def live_page(events: EventLog, *, name: str, names: SampleNames = None, classes
     """The page of a run in progress: from its log where it has one, else the last events in memory."""
     path = events.path
     log = Log(events=tuple(events.recent)) if path is None or not path.exists() else read_log(path)
-    story = tell(log, name=name, classes=classes)
+    story = story_of(log, name=name, classes=classes)
     if names is None:
         return page(story)
     find = names if callable(names) else names.__getitem__

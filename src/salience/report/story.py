@@ -1,4 +1,4 @@
-"""A run as a story: the values that hold everything its report shows. `telling` makes them from an event log."""
+"""A run as a story: the values that hold everything its report shows. `reader` makes them from an event log."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def read_log(path: Path) -> Log:
     return Log(events=events, faults=faults, cut=not whole and isinstance(lines[-1], Fault) and lines[-1].why == "torn")
 
 
-def tell(
+def story_of(
     log: Log,
     *,
     name: str,
