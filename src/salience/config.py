@@ -50,7 +50,7 @@ def use(spec: str | Callable[..., Any] | Mapping[str, Any] | Use) -> Use:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fetching:
-    """How far a plan gives way to what is cheap to fetch; needs a Loader with a cache."""
+    """How far a plan may deviate towards samples that are cheap to fetch; needs a Loader with a cache."""
 
     top: float = 0.7
     """Share of the samples that count as important: only the others are exchanged."""
@@ -59,7 +59,7 @@ class Fetching:
     tolerance: float = 0.1
     """The number of samples of a class may change by this share of the samples exchanged."""
     max_age: int = 12
-    """Windows after which an unimportant sample comes before those that are cheaper to fetch."""
+    """Windows after which an unimportant sample takes precedence over those that are cheaper to fetch."""
 
     def __post_init__(self) -> None:
         for name in ("top", "refresh", "tolerance"):
@@ -85,7 +85,7 @@ _WORDS: dict[type, tuple[Any, str]] = {
 
 
 def checked(where: str, table: Mapping[str, Any], types: Mapping[str, type]) -> dict[str, Any]:
-    """The settings in a table if each is known and of its type; those of type `object` may be anything."""
+    """The settings in a table, each checked for its name and type; those of type `object` may have any value."""
     found: dict[str, Any] = {}
     for key, value in table.items():
         if key not in types:
@@ -113,24 +113,24 @@ class SelectConfig:
 
     filters: tuple[Use, ...] = ()
     scores: tuple[Use, ...] = ()
-    """Rank-normalised to [0, 1] and added with their weights; with none, every sample is equally important."""
+    """Rank-normalised to [0, 1] and summed with their weights; without any, every sample is equally important."""
     sampler: Use = Use(name="uniform")
     keep: Use = Use(name="constant", options={"share": 1.0})
     """A curve over the run: which share of the samples a window visits; "auto" is steered by validation results."""
     pick: float = 1.0
     """Share of every batch that is trained on, chosen after the forward pass (selective backprop); 1 trains on all."""
     steps: str = "fewer"
-    """"fewer": a window that visits less has fewer steps. "constant": as many, by batches that shrink with the visits."""
+    """"fewer": a window with fewer visits has fewer steps. "constant": the same number of steps, with smaller batches."""
     lr_power: float = 0.5
     """With constant steps the learning rate is multiplied by (batch / batch_size)^lr_power; 1 is linear scaling."""
     fetch: Fetching | None = None
-    """How far plans give way to what is cheap to fetch; None: not at all."""
+    """How far plans may deviate towards samples that are cheap to fetch; None: not at all."""
     mode: str = "dynamic"
-    """"dynamic": every window is selected anew. "static": scored for `after` epochs, then one fixed subset to the end."""
+    """"dynamic": each window makes a new selection. "static": one fixed subset, after `after` epochs of scoring."""
     after: int | None = None
     """Static mode: epochs that visit everything before the subset is chosen; None: 5, or none with `ledgers`."""
     ledgers: tuple[str, ...] = ()
-    """Static mode: files of ledgers (or run folders) by whose mean score the subset is chosen, instead of the run's own."""
+    """Static mode: ledger files (or run folders); the subset is chosen by their mean score instead of the run's own."""
     robust: float | str = 0.0
     """Strength of early-learning regularisation in `loss()`, which drops nothing; "auto" follows the estimated noise."""
 
@@ -198,7 +198,7 @@ class SelectConfig:
 
 
 def _setting(default: T, text: str) -> T:
-    """A field with what `salience train --help` says of it."""
+    """A field, with its text in `salience train --help`."""
     return field(default=default, metadata={"help": text})
 
 

@@ -4,10 +4,10 @@
     salience profile --data photos/ --model resnet9
     torchrun --nproc-per-node 2 -m salience profile train.py
 
-The script is run as it is, with its arguments, until a few hundred steps of its salience.Loader are measured; then it is
-stopped. Now and then the next batches are held back, which times the loader alone, and released one after the other, which
-times the loop alone; they are the batches it would have got anyway. Under torchrun, gradient sync is a row of its own in
-scripts that call salience.sync; mode="allreduce" is what DDP does, to the bit.
+The script is run unchanged, with its arguments, until a few hundred steps of its salience.Loader are measured; then it is
+stopped. From time to time the next batches are held back, which times the loader alone, and released one after the other,
+which times the loop alone; the batches are the same as without a profile. Under torchrun, gradient sync is a row of its own
+for scripts that call salience.sync; mode="allreduce" does exactly what DDP does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from salience.files import write_text
 from salience.report.console import say
 
 MAX_FILES_SEARCHED = 1000
-"""Python files beside a script that are searched for salience."""
+"""Maximum number of Python files beside a script that are searched for salience."""
 
 
 def add(commands: Any) -> None:
@@ -103,13 +103,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _mentions_salience(script: Path) -> bool:
-    """True if the script or a module beside it says salience: what can be known before it is run."""
+    """True if the script or a module beside it mentions salience; checked before it is run."""
     files = [script, *islice(script.resolve().parent.rglob("*.py"), MAX_FILES_SEARCHED)]
     return any(b"salience" in file.read_bytes() for file in files if file.is_file())
 
 
 def _run_script(script: str, arguments: list[str]) -> None:
-    """As `python script arguments` would."""
+    """Run a script like `python script arguments`."""
     argv, path = sys.argv, sys.path[:]
     sys.argv, sys.path[0] = [script, *arguments], str(Path(script).resolve().parent)
     try:

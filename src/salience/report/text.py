@@ -1,4 +1,4 @@
-"""Reports as plain text: of a summary (`loader.report()`), and of a story (`salience report` and the page's prose)."""
+"""Reports as plain text: of a summary (`loader.report()`), and of a story (`salience report` and the text of the page)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from salience.report.story import Story
 from salience.report.words import Names, count
 
 MAX_LINES_LISTED = 8
-"""Classes and samples listed of each kind."""
+"""Maximum number of classes, and of samples of each kind, that are listed."""
 
 
 # ---------------------------------------------------------------- a summary
@@ -107,12 +107,12 @@ def _never(summary: Mapping[str, Any]) -> str:
 
 
 def verdict(story: Story) -> str:
-    """What was trained, how well, at what cost, and what was found, in a few plain sentences."""
+    """A few plain sentences on what was trained, how well, at what cost, and what was found."""
     return " ".join(part for part in (_trained(story), *_cost(story), _decided(story), _found(story)) if part)
 
 
 def sections(story: Story) -> dict[str, str]:
-    """A sentence or two about each part of the run, by the part's name; empty where there is nothing to say."""
+    """A sentence or two about each part of the run, by name; empty if there is nothing to say."""
     found = story.findings
     return {
         "time": _waiting(story),
@@ -128,7 +128,7 @@ def sections(story: Story) -> dict[str, str]:
 
 
 def metric(story: Story, value: float | None) -> str:
-    """A validation result: as a percentage where all of them are shares."""
+    """A validation result, as a percentage if all results are shares."""
     if value is None:
         return "-"
     return f"{value:.1%}" if story.in_shares else f"{value:.4g}"
@@ -179,7 +179,7 @@ def _decided(story: Story) -> str:
 
 
 def _machine(story: Story) -> str:
-    """Means over the run; nothing is said of a single look."""
+    """How busy the machine was, as means over the run; empty if there is only one sample."""
     used = story.usage
     if len(used) < 2:
         return ""
@@ -212,7 +212,7 @@ def _found(story: Story) -> str:
 
 
 def _waiting(story: Story) -> str:
-    """Where the time went: as it was measured last, or from the seconds of the steps."""
+    """Where the time went, by the last measurement or from the seconds of the steps."""
     if story.bottlenecks:
         return story.bottlenecks[-1].text
     share, work = story.waiting, story.work
@@ -226,7 +226,7 @@ def _waiting(story: Story) -> str:
 
 
 def _gradients(story: Story) -> str:
-    """What the last probe of gradients says."""
+    """The result of the last probe of gradients."""
     if not story.probes:
         return ""
     last = story.probes[-1]
