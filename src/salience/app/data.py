@@ -62,7 +62,7 @@ class Split:
 
 
 class Images(Dataset[Any]):
-    """(pixels, class) of a Source's samples by number, reading whole batches at once. An image that cannot be read is an error."""
+    """(pixels, class) of a Source's samples by number, read in whole batches. An image that cannot be read is an error."""
 
     def __init__(self, source: Source, decode: Decode) -> None:
         self.source, self.decode = source, decode

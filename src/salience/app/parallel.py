@@ -175,7 +175,7 @@ def _sgd(model: nn.Module, config: TrainConfig, *, divided: bool) -> Optimizer:
 
 
 def _shard(model: nn.Module, device: torch.device, world: int, *, gathered: bool) -> None:
-    """Divide parameters, gradients and optimizer state by FSDP2, child by child, so that communication overlaps with computing."""
+    """Divide parameters, gradients and optimizer state by FSDP2, child by child, so that communication overlaps."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -48,7 +48,7 @@ class Auto:
         return self._recorded is not None
 
     def start(self, settings: Settings, batches: int, *, decides: bool = True, adopted: bool = False) -> None:
-        """Start, with `batches` per window. The deciding rank reads the baseline. `adopted`: the cache is a lever already on."""
+        """Start, with `batches` per window. The deciding rank reads the baseline. `adopted`: the cache is a lever, and on."""
         if self._recorded is not None:
             self.controller = Controller(settings, windows=0, batches=0)
             self.controller.probing = False

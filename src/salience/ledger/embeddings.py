@@ -73,7 +73,7 @@ class Embeddings:
             self._scatter(step, seen)
 
     def _scatter(self, step: Tensor, seen: Tensor) -> None:
-        """Update the scatter: distances to a mean of k other visits are sqrt((k + 1) / k) times too long; first visits have none.
+        """Update the scatter. Distances to a mean of k other visits are too long by sqrt((k + 1) / k); first visits have none.
 
         Uses torch, since the threads that NumPy starts for a product of this size cost more than the product.
         """

@@ -1,4 +1,4 @@
-"""Other places for a run's figures besides its event log: TensorBoard, Weights & Biases, MLflow. They read events, live or later.
+"""Other places for a run's figures: TensorBoard, Weights & Biases, MLflow. They read events, during the run or later.
 
 The step of a figure is the number of visits before it, so that runs that visit different shares of the data can be compared.
 """

@@ -71,7 +71,7 @@ class Judgement:
     """True if labels called wrong may be left out: the model's current predictions support the verdict."""
 
     def suspects(self, over: float = 0.5) -> Bools:
-        """Labels wrong with a probability above `over`, outside classes that are left alone, bool [n]; none if nothing can be told."""
+        """Labels wrong with a probability above `over`, outside classes left alone, bool [n]; none if nothing can be told."""
         return (np.nan_to_num(self.wrong) > over) & ~self.spared
 
 

@@ -121,7 +121,7 @@ def _saved(windows: int, visits: int, population: int) -> dict[str, Any]:
 
 
 def _shorter(ledger: Ledger, evaluations: Results | None, *, share: float, epochs: int) -> Shorter:
-    """What a run on all data with `share` of the visits would lose, by validation results or, failing these, training losses."""
+    """What a run on all data with `share` of the visits would lose, by validation results or else by training losses."""
     progress, metric = zip(*evaluations, strict=True) if evaluations else ((), ())
     fall = training_fall(ledger.last_loss, ledger.mean_loss, float(ledger.seen.mean()))
     found = shorter(progress, metric, share=share, epochs=epochs, fall=fall)
