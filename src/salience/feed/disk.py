@@ -20,9 +20,9 @@ from salience.files import atomic
 Bytes = TypeVar("Bytes", int, npt.NDArray[np.int64])
 
 DISK_BLOCK_BYTES = 4096
-"""Files take whole blocks of this size."""
+"""Files occupy whole blocks of this size."""
 SUBFOLDERS = 256
-"""Folders that the files are spread over."""
+"""Number of folders over which files are spread."""
 RECOUNTS_PER_LIMIT = 64
 """The files of all runs are counted again whenever this run has written this fraction (1/64) of the limit."""
 MIN_FREE_SHARE = 0.05
@@ -51,7 +51,7 @@ def parse_disk(text: str) -> tuple[str, int | None]:
 
 
 def taken(size: Bytes) -> Bytes:
-    """Bytes of disk space that a sample of `size` bytes takes: with its checksum, in whole blocks."""
+    """Bytes of disk space for a sample of `size` bytes with its checksum, in whole blocks."""
     return -(-(size + SEAL_BYTES) // DISK_BLOCK_BYTES) * DISK_BLOCK_BYTES
 
 

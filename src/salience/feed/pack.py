@@ -4,8 +4,8 @@
 
     list the files -> samples -> shuffle by the seed -> fill shards -> write each (.part, then renamed) -> index.npz
 
-The order is fixed before the first byte is written, so all offsets are known by arithmetic, shards are written in any
-order, and a run that was killed goes on with the missing shards. OUT/pack.json says what OUT was packed from.
+The order is fixed before the first byte is written, so all offsets follow from arithmetic, shards can be written in any
+order, and after a kill only the missing shards are written. OUT/pack.json says what OUT was packed from.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PackedSample(NamedTuple):
         return found if self.label < 0 else [*found, (f"{self.key}.cls", len(str(self.label)))]
 
     def size(self) -> int:
-        """Bytes that the sample takes in a tar."""
+        """Bytes that the sample occupies in a tar."""
         return sum(header_size(name) + padded(size) for name, size in self.members())
 
 

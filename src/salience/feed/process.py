@@ -1,4 +1,4 @@
-"""The feeder as a process of its own (or a thread): started, told of windows, watched, ended."""
+"""The feeder as a process (or a thread): starting it, sending it windows, watching it and ending it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Job:
 
 
 class Process:
-    """The feeder in a process of its own, or in a thread where this process must not fork."""
+    """The feeder in a separate process, or in a thread if this process must not fork."""
 
     def __init__(self, job: Job) -> None:
         self._child: Child | None = None
@@ -66,7 +66,7 @@ class Process:
         return self.close.alive and self._thread is not None and self._thread.is_alive()
 
     def end(self) -> None:
-        """Close, and wait until its end has been reported, so that it is not mistaken for the end of the next feeder."""
+        """Close, and wait until the end has been reported, so that it is not mistaken for the end of the next feeder."""
         if self._child is None:
             self.close()
         else:

@@ -63,7 +63,7 @@ def _serve(terms: Terms, path: str) -> None:
 
 
 def _say(text: str) -> None:
-    """The first and last words; whoever started this hears them."""
+    """Print the first and last line for the process that started this one, and detach from its pipes."""
     quiet = os.open(os.devnull, os.O_RDWR)
     with contextlib.suppress(OSError):
         os.write(1, text.encode() + b"\n")

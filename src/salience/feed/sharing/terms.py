@@ -1,4 +1,4 @@
-"""The terms on which a feed runs, as they are handed to its process: JSON, no code."""
+"""The terms on which a feed runs, as passed to its process: JSON, no code."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class Terms:
     index: str
     """Path of its index."""
     budget: int
-    """Bytes for samples that will be wanted again."""
+    """Bytes for samples that will be needed again."""
     capacity: int
-    """Bytes of memory, what is read ahead included."""
+    """Bytes of memory, including what is read ahead."""
     disk: str | None = None
     redis: str | None = None
     retries: int = 8
     deadline: float = 60.0
     concurrency: int = 32
     linger: float | None = 60.0
-    """Seconds that it stays when no job is there; None = until it is stopped."""
+    """Seconds that it keeps running without a job; None = until it is stopped."""
     patience: float = 5.0
-    """Seconds per window that a job is held for slower ones with the same plan."""
+    """Seconds per window for which a job is held up for slower ones with the same plan."""
 
     def dumps(self) -> str:
         return json.dumps(asdict(self))
