@@ -14,7 +14,7 @@ from salience.errors import ConfigError, DataError, StoreError
 from salience.feed.disk import parse_disk
 from salience.feed.options import checked_budget
 from salience.feed.policy import Ids, OpenPolicy
-from salience.feed.process import Job, Process
+from salience.feed.process import FeederArguments, Process
 from salience.feed.ranges import feeder_gap
 from salience.feed.reads import Broken, Counts
 from salience.feed.schedule import FeedWindow, Limits, in_order
@@ -94,7 +94,7 @@ class Feed:
         limits, capacity = _limits(source, self.budget, batch_size, workers, len(node_ranks))
         _check_tiers(disk, redis, source)
         self.shared = _shared(ranks, len(source), len(node_ranks), capacity)
-        self._job = Job(
+        self._job = FeederArguments(
             shared=self.shared, source=source, policy=policy, budget=self.budget, limits=limits, workers=workers,
             disk=disk, redis=redis,
         )  # fmt: skip

@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 
 from salience.errors import DataError, SalienceError
 from salience.feed.cache import Handle
+from salience.feed.index import fingerprint
 from salience.feed.options import Decode
-from salience.feed.prints import fingerprint
 from salience.feed.reads import Broken, Counts
 from salience.feed.sharing.handle import SharedHandle, Taken
 from salience.feed.source import Source

@@ -25,7 +25,7 @@ from salience.feed.tiers import open_tiers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class FeederArguments:
     """Arguments of a feeder. It must not hold the Feed, whose deletion ends the feeder."""
 
     shared: Shared
@@ -44,12 +44,19 @@ class Job:
 class Process:
     """The feeder in a separate process, or in a thread if this process must not fork."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: FeederArguments) -> None:
         self._child: Child | None = None
         self._thread: threading.Thread | None = None
         if isolated.needed():
-            how: Any = {"start": "fork", "farewell": 2 * LAST_WRITES, "ends_itself": True}
-            self._child = Child(_serve, job, os.getpid(), name="salience-feeder", **how)
+            self._child = Child(
+                _serve,
+                job,
+                os.getpid(),
+                name="salience-feeder",
+                start="fork",
+                farewell=2 * LAST_WRITES,
+                ends_itself=True,
+            )
             self._child.on_end(functools.partial(_tell_of_death, job.shared))
             self._here: Any = self._child.pipe
             self.close = self._child.close
@@ -84,7 +91,7 @@ class Process:
         return found
 
 
-def _serve(inbox: Any, job: Job, parent: int | None = None) -> None:
+def _serve(inbox: Any, job: FeederArguments, parent: int | None = None) -> None:
     """Run the feeder; the main function of its process."""
 
     def warn(text: str) -> None:

@@ -62,11 +62,6 @@ class Counts:
     hedged: int = 0
     """Second requests sent because the first was slow."""
 
-    @property
-    def bytes_wasted(self) -> int:
-        """Bytes that were sent but not needed by any sample."""
-        return self.bytes_sent - self.bytes_used
-
     def add(self, other: Counts) -> None:
         for name, value in asdict(other).items():
             setattr(self, name, getattr(self, name) + value)

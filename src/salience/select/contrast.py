@@ -25,7 +25,6 @@ from salience.stats import known_mean
 
 HARD, EASY = 0.1, 0.5
 """Shares of the unsuspected samples that count as hard and as easy, by mean loss."""
-QUANTITIES = ("loss", "variance", "forgotten", "right")
 
 Doubles = npt.NDArray[np.float64]
 

@@ -37,7 +37,7 @@ class Stock:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Exchange:
+class Swap:
     """Samples of a plan that were exchanged, and their replacements."""
 
     out: Ids
@@ -69,7 +69,7 @@ def refresh_set(view: View, picked: Bools, allowed: Bools | None, share: float, 
     return ids[np.argpartition(-u, count - 1)[:count]]
 
 
-def exchange(
+def swap(
     ids: Ids,
     importance: Floats,
     stock: Stock,
@@ -80,7 +80,7 @@ def exchange(
     allowed: Bools | None,
     how: Fetching,
     rng: Rng,
-) -> Exchange:
+) -> Swap:
     """Exchange unimportant samples that would have to be fetched one by one.
 
     Only the least important share 1 - top of the samples may leave or enter, so that important samples are chosen as before.
@@ -125,7 +125,7 @@ def exchange(
     taken = np.concatenate((overdue, here, beside))[: len(out)]
     # Classes that get a sample in return give one first, so that class counts stay the same.
     order = _matched(classes[out], classes[taken])
-    return Exchange(
+    return Swap(
         out=out[order], taken=taken, overdue=min(len(overdue), len(taken)), resident=len(here), packaged=len(beside)
     )
 
@@ -142,7 +142,7 @@ def resident_first(ids: Ids, resident: Bools, batch_size: int) -> npt.NDArray[np
     return np.concatenate((first, np.flatnonzero(rest)))
 
 
-def exchange_note(found: Exchange | None, refreshed: int, age: npt.NDArray[Any], how: Fetching) -> Note:
+def swap_note(found: Swap | None, refreshed: int, age: npt.NDArray[Any], how: Fetching) -> Note:
     """A note on the exchange, and on how long samples wait."""
     within = float((age <= how.max_age).mean())
     waits = f"the longest waiting was seen {int(age.max(initial=0))} windows ago, {within:.1%} within {how.max_age}"

@@ -17,7 +17,7 @@ from salience.registry import find
 from salience.seeds import PLAN, generator
 from salience.select.batching import Batching, filled, members, trimmed
 from salience.select.drawing import choose_outside
-from salience.select.fetching import Exchange, Rng, Stock, exchange, exchange_note, refresh_set, resident_first
+from salience.select.fetching import Rng, Stock, Swap, refresh_set, resident_first, swap, swap_note
 from salience.select.plugins import Plugin, plugin_of
 from salience.select.ranks import rank_normalise
 from salience.select.view import NO_REFERENCE, Bools, Candidates, Clock, Draw, Floats, Ids, Reference, View
@@ -178,9 +178,9 @@ class Pipeline:
         """Exchange unimportant samples for others that are cheap to fetch, and add the samples to refresh."""
         how = self.config.fetch
         assert how is not None
-        found: Exchange | None = None
+        found: Swap | None = None
         if stock is not None:
-            found = exchange(
+            found = swap(
                 ids, importance, stock, label=view.label, age=view.age, forced=sifted.forced, allowed=sifted.allowed, how=how,
                 rng=rng,
             )  # fmt: skip
@@ -191,7 +191,7 @@ class Pipeline:
         picked = np.zeros(view.n, dtype=bool)
         picked[ids] = True
         more = refresh_set(view, picked, sifted.allowed, how.refresh, rng)
-        note = exchange_note(found, len(more), view.age, how)
+        note = swap_note(found, len(more), view.age, how)
         return np.concatenate((ids, more)), np.concatenate((weights, np.ones(len(more), dtype=np.float32))), note
 
     def _withdrawn(self, note: Note) -> Note:

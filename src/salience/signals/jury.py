@@ -54,11 +54,6 @@ class Jury:
         self._listening = Listening(beside)
         self.deliver, self.close = self._listening.deliver, self._listening.close
 
-    @property
-    def sits(self) -> bool:
-        """False after `close`."""
-        return self._listening.close.alive
-
     def sit(
         self,
         targets: Tensor,

@@ -16,7 +16,7 @@ from typing import Any
 from salience._version import __version__
 from salience.errors import ConfigError, StoreError
 from salience.feed.index import Index
-from salience.feed.sharing.terms import Terms
+from salience.feed.sharing.config import FeedConfig
 from salience.feed.sharing.wire import Gone, Line
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -72,24 +72,24 @@ def ask(name: str, what: str, words: Mapping[str, Any] | None = None) -> dict[st
         return None
 
 
-def ensure(terms: Terms, index: Index) -> bool:
+def ensure(config: FeedConfig, index: Index) -> bool:
     """Make sure that a feed with this name is running; True if it was started now."""
-    if ask(terms.name, "status") is not None:
+    if ask(config.name, "status") is not None:
         return False
-    with launch(terms, index) as process:
+    with launch(config, index) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         words = process.stdout.readline().strip() or process.stderr.read()[-500:].strip()
     if words == "there":
         return False
     if words != "begun":
-        raise StoreError(f"The feed {terms.name!r} could not be started: {words or 'its process ended.'}")
+        raise StoreError(f"The feed {config.name!r} could not be started: {words or 'its process ended.'}")
     return True
 
 
-def launch(terms: Terms, index: Index) -> subprocess.Popen[str]:
+def launch(config: FeedConfig, index: Index) -> subprocess.Popen[str]:
     """Start the process of a feed; if several start at once, one remains. It prints "begun", "there", or what is wrong."""
-    path = socket_of(terms.name)
+    path = socket_of(config.name)
     file = f"{path.removesuffix('.sock')}.{os.getpid()}.npz"
     index.save(file)  # the process removes it
     process = subprocess.Popen(
@@ -98,7 +98,7 @@ def launch(terms: Terms, index: Index) -> subprocess.Popen[str]:
     )  # fmt: skip
     assert process.stdin is not None
     try:
-        process.stdin.write(replace(terms, index=file).dumps() + "\n")
+        process.stdin.write(replace(config, index=file).dumps() + "\n")
         process.stdin.flush()
     except BrokenPipeError:
         pass  # it failed, and what it says tells why

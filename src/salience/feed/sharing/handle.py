@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from salience.errors import StateError, StoreError
-from salience.feed.prints import fingerprint
+from salience.feed.index import fingerprint
 from salience.feed.reads import Broken, Counts
 from salience.feed.shared import SERIAL_SHIFT
 from salience.feed.sharing import codec

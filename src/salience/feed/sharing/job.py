@@ -21,8 +21,8 @@ from salience.feed.policy import Ids
 from salience.feed.reads import Counts
 from salience.feed.shared import SERIAL_SHIFT
 from salience.feed.sharing import finding
+from salience.feed.sharing.config import FeedConfig
 from salience.feed.sharing.handle import SharedHandle
-from salience.feed.sharing.terms import Terms
 from salience.feed.sharing.wire import Gone, Line
 from salience.feed.sizes import size
 from salience.feed.source import Source
@@ -38,13 +38,13 @@ class JobFeed:
     """The training process's side of a shared feed; it replaces `Feed`."""
 
     def __init__(
-        self, terms: Terms, identity: str, source: Source, form: str | None, decode: Decode | None, workers: int
+        self, config: FeedConfig, identity: str, source: Source, form: str | None, decode: Decode | None, workers: int
     ) -> None:
         """`form` is the signature of `decode`; None if there is none, or if it cannot be compared with that of other jobs."""
-        self.source, self.workers, self.budget = source, workers, terms.budget
-        self._terms, self._identity, self._form = terms, identity, form or ""
-        self._path = finding.socket_of(terms.name)
-        self.handle = SharedHandle(self._path, source, shares=form is not None, patience=terms.patience)
+        self.source, self.workers, self.budget = source, workers, config.budget
+        self._config, self._identity, self._form = config, identity, form or ""
+        self._path = finding.socket_of(config.name)
+        self.handle = SharedHandle(self._path, source, shares=form is not None, patience=config.patience)
         self._owner = os.getpid()
         self._line: Line | None = None
         self._serial, self._looked, self._started = 0, 0.0, 0.0
@@ -146,9 +146,9 @@ class JobFeed:
         """What the feed did, in words."""
         counts = self.counts()
         if not counts:
-            return f"The feed {self._terms.name!r} was not reached."
+            return f"The feed {self._config.name!r} was not reached."
         return (
-            f"Feed {self._terms.name!r}, shared: of {counts['samples']:,} samples that this job took {counts['hits']:,} "
+            f"Feed {self._config.name!r}, shared: of {counts['samples']:,} samples that this job took {counts['hits']:,} "
             f"were there when it asked, and it decoded {counts['decoded']:,} itself. For all jobs since it began, the feed was "
             f"sent {size(counts['bytes_sent'])} in {counts['requests']:,} requests."
         )
@@ -209,20 +209,20 @@ class JobFeed:
             if self._stopped
             else "died; this job reads by itself until it is back"
         )
-        self._said.append(f"The feed {self._terms.name!r} {ending}. Nothing is lost.")
+        self._said.append(f"The feed {self._config.name!r} {ending}. Nothing is lost.")
 
     def _reconnect(self, *, wait: bool) -> None:
         """Join a feed that was restarted by this job or by another one."""
         try:
-            if wait or finding.ask(self._terms.name, "status") is not None:
-                finding.ensure(self._terms, self.source.index)
+            if wait or finding.ask(self._config.name, "status") is not None:
+                finding.ensure(self._config, self.source.index)
                 self._connect()
-                self._said.append(f"The feed {self._terms.name!r} is back.")
+                self._said.append(f"The feed {self._config.name!r} is back.")
                 self._publish()
                 self._forget_launch()
             elif self._launch is None and time.monotonic() - self._started > SECONDS_BETWEEN_STARTS:
                 self._started = time.monotonic()
-                self._launch = finding.launch(self._terms, self.source.index)
+                self._launch = finding.launch(self._config, self.source.index)
             elif self._launch is not None and self._launch.poll() is not None:
                 self._forget_launch()
         except (Gone, OSError, ConfigError) as error:  # StoreError is an OSError
@@ -230,7 +230,7 @@ class JobFeed:
             if not self._failed_before:
                 self._failed_before = True
                 self._said.append(
-                    f"The feed {self._terms.name!r} cannot be joined again ({error}); this job reads by itself."
+                    f"The feed {self._config.name!r} cannot be joined again ({error}); this job reads by itself."
                 )
 
     def _forget_launch(self) -> None:

@@ -20,11 +20,11 @@ from salience._version import __version__
 from salience.feed.fetcher import Fetcher
 from salience.feed.ranges import Neighbours
 from salience.feed.reads import Broken, Reader
+from salience.feed.sharing.config import FeedConfig
 from salience.feed.sharing.demand import Demand, JobPlan
 from salience.feed.sharing.handing import Handing
 from salience.feed.sharing.peers import Job, Peer, Worker, user_of, watch_end
 from salience.feed.sharing.pool import RAW, Pool
-from salience.feed.sharing.terms import Terms
 from salience.feed.sharing.wire import Message, read_message
 from salience.feed.tiers import Tier
 from salience.memory import Memory
@@ -40,13 +40,13 @@ PACKAGE_BYTES = 256 * 1024
 class Service:
     """Serves jobs and workers over connections; `run` ends when told to, or when there were no jobs for a while."""
 
-    def __init__(self, terms: Terms, identity: str, reader: Reader, tiers: Sequence[Tier]) -> None:
-        self.terms, self.identity, self.index = terms, identity, reader.index
+    def __init__(self, config: FeedConfig, identity: str, reader: Reader, tiers: Sequence[Tier]) -> None:
+        self.config, self.identity, self.index = config, identity, reader.index
         self.demand = Demand(len(reader.index))
-        self.memory = Memory(terms.capacity)
+        self.memory = Memory(config.capacity)
         self._mean_bytes = float(reader.index.size.mean()) if len(reader.index) else 1.0
         self._data = memoryview(self.memory.buffer)
-        self.pool = Pool(terms.capacity, terms.budget, self.demand)
+        self.pool = Pool(config.capacity, config.budget, self.demand)
         self.fetcher = Fetcher(reader, tiers, reader.index.size, self._arrived, self._lost)
         self.handing = Handing(self.pool, self.demand, self._fetch)
         self.jobs: dict[int, Job] = {}
@@ -74,7 +74,7 @@ class Service:
             idle = time.monotonic() - self._last_used
             if self.jobs:
                 self._last_used = time.monotonic()
-            elif self.terms.linger is not None and idle > self.terms.linger:
+            elif self.config.linger is not None and idle > self.config.linger:
                 break
         server.close()
         with contextlib.suppress(OSError):
@@ -179,7 +179,7 @@ class Service:
 
     def _refusal(self, hello: Message) -> str:
         """The reason why a job cannot use this feed; empty if it can."""
-        name, words = self.terms.name, hello.words
+        name, words = self.config.name, hello.words
         if words["version"] != __version__:
             return (
                 f"The feed {name!r} is run by salience {__version__} and this job is salience {words['version']}: give this "
@@ -187,7 +187,7 @@ class Service:
             )
         if words["identity"] != self.identity:
             return (
-                f"There is a feed {name!r} on this machine already, and it reads other data ({self.terms.url}): give this "
+                f"There is a feed {name!r} on this machine already, and it reads other data ({self.config.url}): give this "
                 f"job's feed another name, or stop that one when its jobs are done (`salience feed stop {name}`)."
             )
         return ""
@@ -229,7 +229,7 @@ class Service:
     def _ahead(self, plan: JobPlan) -> int:
         """Bytes to read ahead for a job: four times the bytes in flight on a busy link, and what its workers hold."""
         bandwidth, latency = self.fetcher.link()
-        room = (self.terms.capacity - self.terms.budget) // max(1, len(self.jobs))
+        room = (self.config.capacity - self.config.budget) // max(1, len(self.jobs))
         job = next(one for one in self.jobs.values() if one.plan is plan)
         least = (job.ahead + 1) * int(plan.batch_size * self._mean_bytes)
         return int(min(max(room, least), max(least, 4 * bandwidth * latency)))
@@ -265,7 +265,7 @@ class Service:
         for i in ids:
             for j in self._along.beside(i, self._lacks):
                 if (
-                    self.pool.free < self.terms.capacity // 8
+                    self.pool.free < self.config.capacity // 8
                     or self.pool.reserve(RAW, j, int(self.index.size[j]), 0.0) is None
                 ):
                     return along
@@ -344,9 +344,9 @@ class Service:
         """How many batches a job may be ahead of the slowest with the same plan: as many as fit into half of the memory."""
         total, count = self.handing.sizes.get(job.plan.form, (0, 0))
         mean = total / count if count else self._mean_bytes
-        if mean * len(self.index) <= self.terms.budget:
+        if mean * len(self.index) <= self.config.budget:
             return float("inf")  # everything stays: nobody has to wait
-        return max(4.0 + job.ahead, 0.5 * self.terms.budget / max(1.0, mean * job.plan.batch_size))
+        return max(4.0 + job.ahead, 0.5 * self.config.budget / max(1.0, mean * job.plan.batch_size))
 
     def _held(self) -> list[JobPlan]:
         """Plans of jobs that wait for slower ones; the slowest is demoted once they have waited long enough."""
@@ -358,7 +358,7 @@ class Service:
                 continue
             job.waited += now - job.held_since if job.held_since else 0.0
             job.held_since = now
-            if job.waited < self.terms.patience:
+            if job.waited < self.config.patience:
                 held.append(job.plan)
                 continue
             slow.demoted, job.waited = True, 0.0
@@ -369,7 +369,7 @@ class Service:
         job.peer.tell(
             "warning",
             {
-                "text": f"This job is behind others with the same plan on the feed {self.terms.name!r}, and they no longer "
+                "text": f"This job is behind others with the same plan on the feed {self.config.name!r}, and they no longer "
                 "wait for it: what memory does not hold any more is read and decoded again. A larger cache= avoids that."
             },
         )
@@ -392,8 +392,8 @@ class Service:
             for job in self.jobs.values()
         ]  # fmt: skip
         return {
-            "name": self.terms.name, "url": self.terms.url, "pid": os.getpid(), "version": __version__,
-            "cache": self.terms.budget, "used": self.pool.used, "held": len(self.pool), "evicted": self.pool.evicted,
+            "name": self.config.name, "url": self.config.url, "pid": os.getpid(), "version": __version__,
+            "cache": self.config.budget, "used": self.pool.used, "held": len(self.pool), "evicted": self.pool.evicted,
             "published": self.handing.published, "claims": sum(len(one.claims) for one in self._workers),
             "pins": sum(len(one.pinned) for one in self._workers), "jobs": jobs, **self.fetcher.counts(),
         }  # fmt: skip

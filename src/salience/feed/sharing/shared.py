@@ -13,9 +13,9 @@ from salience.errors import ConfigError, StoreError
 from salience.feed.index import Index, Names
 from salience.feed.options import Decode
 from salience.feed.sharing import finding
+from salience.feed.sharing.config import FeedConfig
 from salience.feed.sharing.job import JobFeed
 from salience.feed.sharing.signature import signature
-from salience.feed.sharing.terms import Terms
 from salience.feed.sizes import memory_bytes, parse_bytes
 from salience.feed.source import Source
 from salience.feed.tiers import identity
@@ -72,12 +72,12 @@ class SharedFeed:
         self._identity = identity(self.source.url, self.source.index)
         self.name = name or default_name(self.source.url, self._identity)
         budget, capacity = _room(cache, self.source.sizes)
-        self.terms = Terms(
+        self.config = FeedConfig(
             name=self.name, url=self.source.url, index="", budget=budget, capacity=capacity, disk=disk, redis=redis,
             retries=retries, deadline=deadline, concurrency=concurrency, linger=linger, patience=patience,
         )  # fmt: skip
         finding.socket_of(self.name)
-        self.started = finding.ensure(self.terms, self.source.index)
+        self.started = finding.ensure(self.config, self.source.index)
         """True if this process started the feed; False if it was already running."""
         refusal = finding.ask(self.name, "fits", {"identity": self._identity})
         if refusal is None:
@@ -117,9 +117,9 @@ class SharedFeed:
 
     def open(self, decode: Decode | None, *, workers: int) -> JobFeed:
         """Join the feed as a job that needs samples decoded by `decode`."""
-        finding.ensure(self.terms, self.source.index)
+        finding.ensure(self.config, self.source.index)
         return JobFeed(
-            self.terms, self._identity, self.source, None if decode is None else signature(decode), decode, workers
+            self.config, self._identity, self.source, None if decode is None else signature(decode), decode, workers
         )
 
 

@@ -1,4 +1,4 @@
-"""The terms on which a feed runs, as passed to its process: JSON, no code."""
+"""The configuration of a feed, as passed to its process: JSON, no code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from salience.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Terms:
+class FeedConfig:
     """What a feed reads, and how much memory it may use."""
 
     name: str
@@ -34,8 +34,8 @@ class Terms:
         return json.dumps(asdict(self))
 
     @classmethod
-    def loads(cls, text: str) -> Terms:
+    def loads(cls, text: str) -> FeedConfig:
         try:
             return cls(**json.loads(text))
         except (TypeError, ValueError) as cause:
-            raise ConfigError(f"These are no terms of a feed ({cause}).") from cause
+            raise ConfigError(f"This is not the configuration of a feed ({cause}).") from cause
