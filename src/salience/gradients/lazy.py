@@ -21,7 +21,7 @@ MEMORY = 0.9
 
 
 class Lazy(Exchange):
-    """A layer travels once it has accumulated `threshold` times its usual gradient, or after `tau` steps; a small one, always."""
+    """A layer travels once it has accumulated `threshold` times its usual gradient, or after `tau` steps; small ones always."""
 
     lossy = True
     residuals = ("pools", "usual", "ages", "due")  # what is due depends on what has been gathered
