@@ -212,37 +212,37 @@ class TrainConfig:
     model: str = _setting("resnet9", "mlp, cnn, resnet9, resnet18, or pkg.module:factory")
     epochs: int = _setting(10, "passes over the data")
     batch_size: int = _setting(128, "images per step, over all ranks")
-    lr: float = _setting(0.0, "peak learning rate; 0 takes 0.4 * batch size / 512")
+    lr: float = _setting(0.0, "peak learning rate; 0 = 0.4 * batch size / 512")
     weight_decay: float = _setting(0.0005, "weight decay, on weights but not on biases and norms")
-    size: int = _setting(0, "pixels of a side; 0 takes the first image's shorter side, at most 224")
-    select: str = _setting("", "preset or TOML file that says which samples to train on; without it, all")
-    ledger: str = _setting("", "ledger, or folder of a run, to start from what it learnt")
+    size: int = _setting(0, "pixels per side; 0 = the shorter side of the first image, at most 224")
+    select: str = _setting("", "preset or TOML file that selects the samples to train on; without it, all")
+    ledger: str = _setting("", "ledger, or folder of a run, from which to start")
     workers: int = _setting(2, "processes that decode images")
-    cache: str = _setting("", "memory for the bytes of images, read ahead of the plan (4GiB); without it, none")
+    cache: str = _setting("", "memory for image bytes, which are read ahead of the plan (4GiB); without it, none")
     feed: str = _setting(
-        "", "name of a feed that jobs of this machine share: images are read and decoded once for all of them"
+        "", "name of a feed shared by jobs on this machine: images are read and decoded once for all of them"
     )
-    treat: str = _setting("", "which images are decoded anew: reuse, echo or auto; without it, all at every visit")
-    max_broken: float = _setting(0.01, "share of the images that may be broken, others standing in for them")
-    balance: bool = _setting(False, "under torchrun: give each rank the part of every batch that fits its speed")
+    treat: str = _setting("", "which images are decoded again: reuse, echo or auto; without it, all at every visit")
+    max_broken: float = _setting(0.01, "share of the images that may be broken and replaced by others")
+    balance: bool = _setting(False, "under torchrun: give each rank a part of every batch in proportion to its speed")
     sync: str = _setting(
-        "", "under torchrun: how gradients travel, a mode of salience.sync such as auto, bf16, topk or local"
+        "", "under torchrun: how gradients are exchanged, a mode of salience.sync such as auto, bf16, topk or local"
     )
     zero: int = _setting(
-        0, "under torchrun: divide optimizer state (1), gradients too (2), parameters too (3) among ranks; 0 nothing"
+        0, "under torchrun: divide optimizer state (1), also gradients (2) and parameters (3) among ranks; 0 = nothing"
     )
     remote_scores: bool = _setting(
-        False, "take in what `salience score` finds, a process near the data that watches --out"
+        False, "use scores from `salience score`, a process near the data that watches --out"
     )
-    auto: bool = _setting(False, "measure the run and keep what makes it faster; training stays what it is")
+    auto: bool = _setting(False, "measure the run and keep what makes it faster; the result of training stays the same")
     sinks: str = _setting(
-        "", "where figures go as well: tensorboard:FOLDER, wandb:PROJECT, mlflow:URI; commas between several"
+        "", "where to send figures too: tensorboard:FOLDER, wandb:PROJECT, mlflow:URI; separated by commas"
     )
     seed: int = _setting(0, "same seed, same run")
-    device: str = _setting("", "cpu, cuda, cuda:1, ...; without it, the best there is")
+    device: str = _setting("", "cpu, cuda, cuda:1, ...; without it, the best available")
     out: str = _setting("runs/train", "folder for checkpoints, ledger and event log")
-    resume: bool = _setting(False, "go on from the newest whole checkpoint in --out")
-    checkpoint_every: int = _setting(0, "batches between checkpoints, besides the one after every epoch; 0 takes none")
+    resume: bool = _setting(False, "continue from the newest whole checkpoint in --out")
+    checkpoint_every: int = _setting(0, "batches between checkpoints, in addition to one after every epoch; 0 = none")
 
 
 def train_config(table: Mapping[str, Any]) -> TrainConfig:

@@ -91,8 +91,8 @@ def write(folder: Path, state: Mapping[str, Any]) -> None:
     except (OSError, RuntimeError) as cause:
         reason = _disk_error(cause) or str(cause).partition("\n")[0]
         raise StateError(
-            f"No checkpoint could be written to {str(folder)!r}: {reason}. The one before is intact; free some space "
-            "there and go on with --resume."
+            f"No checkpoint could be written to {str(folder)!r}: {reason}. The previous one is intact; free some space "
+            "there and continue with --resume."
         ) from cause
 
 
@@ -150,10 +150,10 @@ def newest(folder: Path, warn: Callable[[str], None]) -> dict[str, Any]:
             continue
         if damage:  # out of the way: the next checkpoint makes last.pt the previous one, which must be whole
             os.replace(folder / LAST, folder / DAMAGED)
-            warn(f"{damage} It is kept as {DAMAGED}; going on from {name}, the checkpoint before.")
+            warn(f"{damage} It is kept as {DAMAGED}; continuing from {name}, the previous checkpoint.")
         return state
     if damage:
-        raise StateError(f"{damage} There is no other in {str(folder)!r}; start anew with another --out.")
+        raise StateError(f"{damage} There is no other in {str(folder)!r}; start a new run with another --out.")
     raise StateError(
         f"There is no checkpoint in {str(folder)!r} to resume from; start without --resume, or check --out."
     )
@@ -178,7 +178,7 @@ def check_fits(saved: Mapping[str, Any], config: TrainConfig, classes: Sequence[
     """Raise StateError if the checkpoint belongs to other data or settings."""
     if saved["classes"] != list(classes):
         raise StateError(
-            f"The checkpoint in {config.out!r} is of other data: classes {_few(saved['classes'])} there, "
+            f"The checkpoint in {config.out!r} has other data: classes {_few(saved['classes'])} there, "
             f"{_few(classes)} here; resume with the same --data, or choose another --out."
         )
     if saved["names"] != names:
@@ -207,7 +207,7 @@ def ledger_file(path: str | Path) -> Path:
         return path
     if not (path / LEDGER).exists():
         raise StateError(
-            f"The folder {str(path)!r} holds no {LEDGER}; a run writes it at its end. Finish it with "
+            f"The folder {str(path)!r} has no {LEDGER}; a run writes it at its end. Finish it with "
             "`salience train --resume`, or name a ledger file."
         )
     return path / LEDGER

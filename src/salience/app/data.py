@@ -143,7 +143,7 @@ def images_of(index: Index, shown: str) -> tuple[Index, list[str]]:
         if name.lower().endswith(IMAGE_SUFFIXES)
     ]
     if not kept:
-        raise DataError(f"{shown} holds no images; images end in {', '.join(IMAGE_SUFFIXES)}.")
+        raise DataError(f"{shown} contains no images; images end in {', '.join(IMAGE_SUFFIXES)}.")
     placed = folders_of([names[i] for i in kept])
     if told and index.classes:
         return _part(index, np.array(kept)), [split for split, _ in placed]

@@ -53,7 +53,7 @@ def main(*, samples: int = 0, epochs: int = 0, seed: int = 0, quick: bool = Fals
     samples, epochs = samples or (1000 if quick else 10_000), epochs or (4 if quick else 12)
     begin = time.perf_counter()
     say(
-        f"salience demo: {samples:,} rendered digits; 15% near-copies, 5% wrong labels, 10% hard ones (known, not told).\n"
+        f"salience demo: {samples:,} rendered digits; 15% near-copies, 5% wrong labels, 10% hard ones (known, but not used).\n"
     )
     with bars() as shown:
 

@@ -56,7 +56,7 @@ def train(config: TrainConfig, saved: Mapping[str, Any] | None = None) -> Tally:
     folder = Path(config.out)
     if saved is None and checkpoint.exists(folder):
         raise StateError(
-            f"{config.out!r} already holds a run; go on with it by --resume, or choose another --out. Nothing was changed."
+            f"{config.out!r} already holds a run; continue it with --resume, or choose another --out. Nothing was changed."
         )
     if not config.data:
         raise ConfigError(
@@ -312,7 +312,9 @@ class Training:
             own = checkpoint.read_of_rank(self.folder, self.rank, saved["stamp"]) if self.rank else None
             self.parallel.load_own_state(own or saved["own"])
         self.number = len(saved["loader"]["course"]["delivered"])
-        say(f"Going on at epoch {min(self.loader.epoch + 1, self.config.epochs)}, after {self.number} of its batches.")
+        say(
+            f"Continuing at epoch {min(self.loader.epoch + 1, self.config.epochs)}, after {self.number} of its batches."
+        )
 
     def finish(self) -> None:
         """Write the ledger; print the result and, without selection, what it could have saved."""
@@ -374,7 +376,7 @@ def _say_trouble(event: Event) -> None:
     if event["kind"] == "warning":
         say(f"warning: {event['text']}")
     elif event["kind"] == "broken":
-        say(f"warning: image {event['name']!r} is broken and another stands in for it: {event['reason']}.")
+        say(f"warning: image {event['name']!r} is broken and was replaced by another: {event['reason']}.")
 
 
 def _ignore_interrupts(worker: int) -> None:

@@ -81,7 +81,7 @@ def advice(versions: dict[str, str | None], shm: int | None) -> list[str]:
     ]
     if shm is not None and shm < SMALL_SHM:
         lines.append(
-            f"/dev/shm has {_gib(shm)}, and workers hand batches over through it: give a container more "
+            f"/dev/shm has {_gib(shm)}, and workers pass batches through it: give a container more "
             "(docker run --shm-size=8g), or use --workers 0."
         )
     return lines

@@ -57,7 +57,7 @@ def _pack(args: argparse.Namespace, size: int) -> int:
     from salience.feed.pack import PackSettings, pack
 
     folder, out = args.words
-    with _shown("pack", "give the same command again to go on: whole shards are kept") as progress:
+    with _shown("pack", "repeat the command to continue: complete shards are kept") as progress:
         index = pack(
             folder, out, PackSettings(shard_size=size, seed=args.shuffle_seed), jobs=args.jobs, progress=progress
         )
@@ -70,9 +70,7 @@ def _index(shards: Path, checksums: bool, jobs: int) -> int:
     from salience.feed.tars import index_shards, save
 
     if (shards / indices.FILE).exists():
-        raise StateError(
-            f"{shards} has an {indices.FILE}; see whether it fits with --check, or remove it to make it anew."
-        )
+        raise StateError(f"{shards} has an {indices.FILE}; check it with --check, or remove it to make it again.")
     with _shown("index", "nothing was written") as progress:
         index, skipped = index_shards(shards, checksums=checksums, jobs=jobs, progress=progress)
     save(index, shards)

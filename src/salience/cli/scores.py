@@ -80,7 +80,7 @@ def add(commands: Any) -> None:
         "--top", type=int, default=10, metavar="N", help="samples that are hard to rank to list (default: 10)"
     )
     made_history = _action(
-        actions, "history", history, "how suspected, hard and easy samples came along, and what tells them apart"
+        actions, "history", history, "how suspected, hard and easy samples developed, and what separates them"
     )
     made_history.add_argument(
         "--history", metavar="FILE", help="the run's history (default: history.npz beside its ledger)"

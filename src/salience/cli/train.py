@@ -98,6 +98,6 @@ def _check_trust(config: TrainConfig, given: dict[str, Any], *, trusted: bool) -
 
 def _advice(config: TrainConfig, has_checkpoint: bool) -> str:
     if not has_checkpoint:
-        return "interrupted before the first checkpoint; there is nothing to go on from."
+        return "interrupted before the first checkpoint; there is nothing to continue from."
     model = f" --model {config.model}" if ":" in config.model else ""
-    return f"interrupted; go on from the last checkpoint with: salience train --resume --out {config.out}{model}"
+    return f"interrupted; continue from the last checkpoint with: salience train --resume --out {config.out}{model}"

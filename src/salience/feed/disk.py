@@ -200,14 +200,16 @@ class DiskTier:
             first, self._writes = self._writes, False
         if first:
             self._warn(
-                f"The disk tier at {self.folder} takes no more samples ({_reason(error)}); the run goes on with those it has."
+                f"The disk tier at {self.folder} takes no more samples ({_reason(error)}); the run continues with those it has."
             )
 
     def _stop_reading(self, error: OSError) -> None:
         with self._lock:
             first, self._reads, self._writes = self._reads, False, False
         if first:
-            self._warn(f"The disk tier at {self.folder} cannot be read ({_reason(error)}); the run goes on without it.")
+            self._warn(
+                f"The disk tier at {self.folder} cannot be read ({_reason(error)}); the run continues without it."
+            )
 
 
 def _reason(error: OSError) -> str:

@@ -245,7 +245,7 @@ def pack(
     folder, out = Path(folder).resolve(), Path(out).resolve()
     hasher()  # raises now if it is not installed
     if out.is_relative_to(folder):
-        raise ConfigError(f"{out} lies inside {folder}, which would pack its own shards; choose a folder outside.")
+        raise ConfigError(f"{out} is inside {folder}, which would pack its own shards; choose a folder outside.")
     packing = plan(folder, settings)
 
     def task(number: int, count: Count) -> npt.NDArray[np.uint64]:
@@ -311,7 +311,7 @@ def _copy(path: Path, size: int, out: BinaryIO) -> int:
         done += len(chunk)
     if done != size:
         raise DataError(
-            f"{path} changed while it was packed, from {size:,} to {done:,} bytes; let it rest and pack anew."
+            f"{path} changed while it was packed, from {size:,} to {done:,} bytes; pack again when it no longer changes."
         )
     out.write(bytes(padded(size) - size))
     return check.intdigest()
@@ -369,7 +369,7 @@ def _agree(out: Path, text: str, said: dict[str, Any]) -> None:
             files = name == "fingerprint"
             what = "the files to pack have changed" if files else f"{name} was {before[name]!r} and is {value!r}"
             raise StateError(
-                f"{out} was begun with something else: {what}; put that back to go on, or choose another folder."
+                f"{out} was begun with something else: {what}; restore that to continue, or choose another folder."
             )
 
 

@@ -198,7 +198,7 @@ def _differs(out: Path, index: Index, shard: int, rows: npt.NDArray[np.int64], c
         return f"{name} holds {len(found):,} samples; the index says {len(rows):,}."
     for i, sample in zip(rows.tolist(), found, strict=True):
         if (sample.offset, sample.size) != (index.offset[i], index.size[i]):
-            return f"{name}: {index.names[i]!r} does not lie where the index says."
+            return f"{name}: {index.names[i]!r} is not where the index says."
         if index.check[i] and sample.check != index.check[i]:
             return f"{name}: {index.names[i]!r} has other bytes than its checksum says."
     return ""

@@ -178,7 +178,7 @@ def labels(found: Findings) -> str:
         return f"{look_wrong(found.suspected, found.judged, found.expected)}.{doubt}"
     if found.weak:
         return cannot_judge(found.weak)
-    return f"None of {found.judged:,} labels looks wrong." if found.judged else ""
+    return f"None of {found.judged:,} labels look wrong." if found.judged else ""
 
 
 def near_copies(found: Findings) -> str:

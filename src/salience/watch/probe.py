@@ -159,7 +159,7 @@ def profiled(
     said = find_bottleneck(costs, sorted(ceilings, key=lambda c: (not c.exact, -(c.speedup or 0.0))))
     notes: list[str] = []
     if not losses:
-        notes.append("The script never calls loader.loss(), so forward and backward cannot be told apart.")
+        notes.append("The script never calls loader.loss(), so the forward and backward passes cannot be separated.")
     busy = [max(sample.gpu) for sample in usage[len(usage) // 2 :] if sample.gpu]
     if said.bound == "compute" and busy and sum(busy) / len(busy) < IDLE_GPU_SHARE:
         notes.append(
