@@ -207,7 +207,7 @@ def ledger_file(path: str | Path) -> Path:
         return path
     if not (path / LEDGER).exists():
         raise StateError(
-            f"The folder {str(path)!r} has no {LEDGER}; a run writes it at its end. Finish it with "
+            f"The folder {str(path)!r} holds no {LEDGER}; a run writes it at its end. Finish it with "
             "`salience train --resume`, or name a ledger file."
         )
     return path / LEDGER
