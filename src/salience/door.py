@@ -337,7 +337,7 @@ class Door:
         return text
 
     def _repr_html_(self) -> str | None:
-        """The page of the run so far, for notebooks; None without jinja2, so that the notebook shows text."""
+        """The page of the run so far, for notebooks; None without jinja2, where the notebook shows text."""
         try:
             return framed(self._page())
         except MissingExtra:

@@ -32,7 +32,7 @@ _QUERY = re.compile(r"(://[^\s'\"<>?]*\?)[^\s'\"<>]+")
 
 
 def without_secrets(text: str) -> str:
-    """The text with the user, password and query of every URL masked; text without a URL is unchanged."""
+    """The text with the user, password and query of every URL masked; what has no URL in it stays as it is."""
     return _QUERY.sub(rf"\1{MASK}", _USER.sub(f"://{MASK}@", text)) if "://" in text else text
 
 

@@ -151,7 +151,7 @@ class Observer:
             self._close(window)
 
     def _close(self, window: int) -> None:
-        """End a window, after as many losses were recorded as there are samples."""
+        """As many samples as there are were recorded: a window ends."""
         self._planning.note_course(self._recording.ledger)
         now = time.perf_counter()
         self.events.emit(

@@ -177,7 +177,7 @@ class Ranks:
         self._wait(name, lambda options: self._group.broadcast([tensor], options), dist.BroadcastOptions())
 
     def _wait(self, name: str, begin: Callable[[Any], Any], options: Any) -> None:
-        """Start a collective and wait for its end, at most until the deadline.
+        """Begin a collective and wait for its end, until the deadline.
 
         On the CPU the deadline is the collective's own timeout, and we wait until it has failed: a collective that is still
         running keeps the process from ending, or aborts it. NCCL would end the process at its timeout, so we give up first.
@@ -227,7 +227,7 @@ _ALIVE: weakref.WeakSet[Ranks] = weakref.WeakSet()
 
 @atexit.register
 def _leave() -> None:
-    """End Gloo's threads before the interpreter tears down C++, which aborts a process that still has such threads.
+    """End Gloo's threads before the interpreter takes C++ apart, which aborts a process that still has some.
 
     They belong to the process group: a script that ends without `destroy_process_group`, or a reference to the group that
     outlives it, leaves them running.
@@ -257,7 +257,7 @@ def local_rank() -> int:
 
 @contextlib.contextmanager
 def joined_ranks(device: torch.device) -> Generator[Ranks | None]:
-    """The ranks that torchrun started, in a process group that exists during the block; None in a single process."""
+    """The ranks that torchrun started, in a process group that lasts as long as the block; None in a single process."""
     if int(os.environ.get("WORLD_SIZE") or 1) == 1:
         yield None
         return

@@ -121,7 +121,7 @@ def test_what_is_divided_may_change_at_every_resume_and_the_model_stays_that_of_
     assert two_ranks(*given, "--zero=1", "--resume", END_BY="SIGKILL:4").returncode != 0
     done = two_ranks(*given, "--zero=2", "--resume")
     assert done.returncode == 0, done.stderr
-    assert "Continuing at epoch 2, after 1 of its batches." in done.stdout
+    assert "Going on at epoch 2, after 1 of its batches." in done.stdout
     one, other = (ledgers.load(Path(out) / checkpoint.LEDGER) for out in ("whole", "out"))
     assert one.seen.tolist() == other.seen.tolist()
     whole, resumed = parameters("whole"), parameters("out")
@@ -154,7 +154,7 @@ def test_ranks_that_torchrun_restarts_go_on_from_the_checkpoint():
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "Continuing at epoch 1, after 3 of its batches." in done.stdout
+    assert "Going on at epoch 1, after 3 of its batches." in done.stdout
     assert seen("out") == {2}
 
 

@@ -313,7 +313,7 @@ class Training:
             self.parallel.load_own_state(own or saved["own"])
         self.number = len(saved["loader"]["course"]["delivered"])
         say(
-            f"Continuing at epoch {min(self.loader.epoch + 1, self.config.epochs)}, after {self.number} of its batches."
+            f"Going on at epoch {min(self.loader.epoch + 1, self.config.epochs)}, after {self.number} of its batches."
         )
 
     def finish(self) -> None:

@@ -29,7 +29,7 @@ from salience.files import write_text
 from salience.report.console import say
 
 MAX_FILES_SEARCHED = 1000
-"""Maximum number of Python files beside a script that are searched for salience."""
+"""Python files beside a script that are searched for salience."""
 
 
 def add(commands: Any) -> None:
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _mentions_salience(script: Path) -> bool:
-    """True if the script or a module beside it mentions salience; checked before it is run."""
+    """True if the script or a module beside it says salience: what can be known before it is run."""
     files = [script, *islice(script.resolve().parent.rglob("*.py"), MAX_FILES_SEARCHED)]
     return any(b"salience" in file.read_bytes() for file in files if file.is_file())
 

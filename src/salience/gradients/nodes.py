@@ -114,7 +114,7 @@ class GroupedAverager(Averager):
 
 
 def new_group(parent: Any, ranks: Sequence[int]) -> Any:
-    """A new process group for some ranks of `parent`. Collective over `parent`."""
+    """A process group of its own for some ranks of `parent`. Collective over `parent`."""
     if parent is dist.group.WORLD:
         return dist.new_group(list(ranks))
     return dist.new_group(list(ranks), use_local_synchronization=True) if dist.get_rank() in ranks else None

@@ -175,7 +175,7 @@ class Story:
 
     @property
     def selects(self) -> bool:
-        """True if the run used `select`, or `auto` switched it on."""
+        """True if the run was told to select, or `auto` did."""
         return self.run.select != "observe" or any(w.plan.picked < w.population for w in self.windows)
 
     @property

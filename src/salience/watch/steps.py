@@ -55,7 +55,7 @@ class Step:
     backward: float = 0.0
     """From loss() to asking for the next batch: backward pass, optimizer, and whatever else the loop does."""
     sync: float = 0.0
-    """Part of `backward` in which this rank waited for gradients of the others, if `salience.sync` exchanges them."""
+    """Part of `backward` in which this rank waited for gradients of the others, where `salience.sync` exchanges them."""
     work: Mapping[str, float] = field(default_factory=dict[str, float])
     """Seconds spent by the worker that made the batch: "fetch", "decode", and stages by name."""
     idle: float | None = None
@@ -81,7 +81,7 @@ class Steps:
         self.lr: float | None = None
         """Learning rate of the step, if a ProgressLR sets it."""
         self.trying = False
-        """True while `salience.sync` measures or tries a mode."""
+        """True while `salience.sync` measures, or tries a mode."""
         self._synced = 0.0
         self._sums, self._work = Counter[str](), Counter[str]()
         """Seconds since the last call of `spent`, without steps that a probe held back; `_work` by stage of the workers."""
