@@ -312,9 +312,7 @@ class Training:
             own = checkpoint.read_of_rank(self.folder, self.rank, saved["stamp"]) if self.rank else None
             self.parallel.load_own_state(own or saved["own"])
         self.number = len(saved["loader"]["course"]["delivered"])
-        say(
-            f"Going on at epoch {min(self.loader.epoch + 1, self.config.epochs)}, after {self.number} of its batches."
-        )
+        say(f"Going on at epoch {min(self.loader.epoch + 1, self.config.epochs)}, after {self.number} of its batches.")
 
     def finish(self) -> None:
         """Write the ledger; print the result and, without selection, what it could have saved."""
