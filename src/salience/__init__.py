@@ -76,7 +76,7 @@ _HOMES = {
     }.items()
     for name in names.split()
 }  # fmt: skip
-"""Where each public name lives. It is imported when it is first asked for: `salience --help` does not wait for torch."""
+"""Module of each public name. It is imported on first use, so that `salience --help` does not wait for torch."""
 
 
 def __getattr__(name: str) -> Any:

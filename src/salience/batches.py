@@ -1,4 +1,4 @@
-"""How ids travel with their batch: from the plan through the worker and collate back to the training loop."""
+"""How ids travel with their batch: from the plan through the worker and the collate function to the training loop."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from salience.feed.dataset import Samples, SourceDataset
 from salience.treat.dataset import StagedDataset, Treatment
 
 BATCHES_LOOKED_AT = 16
-"""Batches of a collate function that must be in order before it is no longer watched."""
+"""Number of batches of a collate function that must be in order before it is trusted."""
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
 class Order(NamedTuple):
-    """What a worker is asked for: one batch of the plan."""
+    """A request to a worker: one batch of the plan."""
 
     number: int
     ids: npt.NDArray[np.int64]
@@ -35,7 +35,7 @@ class Order(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """What a worker found: the samples of an order."""
+    """A worker's result: the samples of an order."""
 
     order: Order
     samples: Any
@@ -46,11 +46,11 @@ class Fetched(NamedTuple):
 
 
 class BatchEnvelope(NamedTuple):
-    """What arrives in the training process: the user's batch with its number and ids."""
+    """A batch as it arrives in the training process: the user's batch with its number and ids."""
 
     number: int
     ids: npt.NDArray[np.int64]
-    """An array rather than a tensor, which would need a shared memory file of its own on its way."""
+    """An array rather than a tensor, which would need its own shared memory file to be transferred."""
     batch: Any
     prints: npt.NDArray[np.int64] | None
     ticket: int
@@ -113,10 +113,10 @@ class WorkerInit:
 
 
 class EnvelopeDataset(Dataset[Any]):
-    """The user's data set, asked for a whole Order at once.
+    """The user's data set, read a whole Order at once.
 
-    Of a user's object nothing is read but what PyTorch reads, and `salience_fingerprints(ids) -> int64 [B]`: a data set that
-    has this method is asked for those of the samples it has just read, so that byte copies are found without a second read.
+    Reads nothing of a user's object except what PyTorch reads, and `salience_fingerprints(ids) -> int64 [B]`: a data set with
+    this method gives fingerprints of the samples it has just read, so that byte copies are found without a second read.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -174,7 +174,7 @@ class EnvelopeCollate:
 
 
 class WatchedCollate:
-    """The user's collate function. Its first batches are looked at: one that reorders samples without a word is noticed."""
+    """The user's collate function. Its first batches are checked, to notice one that silently reorders samples."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate, self._looks = collate, BATCHES_LOOKED_AT
@@ -190,9 +190,9 @@ class WatchedCollate:
 
 
 def keeps_order(samples: list[Any], batch: Any) -> bool | None:
-    """True if a field of the batch has the numbers of its samples in their order, False if it has them in another one alone.
+    """True if a field of the batch has the numbers of its samples in order, False if only in another order.
 
-    None where no field has them, or where they are all alike.
+    None if no field has them, or if they are all equal.
     """
     found = None
     for key, column in _fields(batch).items():
@@ -210,7 +210,7 @@ def keeps_order(samples: list[Any], batch: Any) -> bool | None:
 
 
 def _fields(batch: Any) -> dict[Any, Any]:
-    """The parts of a batch by name or place; what has none is a part by itself."""
+    """The parts of a batch by name or position; a batch without parts is a part by itself."""
     if isinstance(batch, dict):
         return dict(
             dict.items(cast("dict[Any, Any]", batch))
@@ -219,7 +219,7 @@ def _fields(batch: Any) -> dict[Any, Any]:
 
 
 def _part(sample: Any, key: Any) -> Any:
-    """The part of a sample that has a name or place; None where there is none."""
+    """The part of a sample with a name or position; None if there is none."""
     if isinstance(sample, dict):
         return dict.get(cast("dict[Any, Any]", sample), key)
     if isinstance(sample, (tuple, list)):
@@ -234,9 +234,9 @@ def _number(value: Any) -> float | None:
 
 
 def taken_apart(batch: Any, ids: npt.NDArray[np.int64], key: str | None) -> tuple[Any, npt.NDArray[np.int64] | None]:
-    """The batch without what says which samples its rows are, and that: positions in `ids`, or None for all of them in order.
+    """The batch without its row information, and that: positions in `ids`, or None for all of them in order.
 
-    A collate function says so by `Collated`; where `key` names the ids of a batch, also by ids of its own under that key.
+    A collate function gives it by `Collated`, or, if `key` names the ids of a batch, by its own ids under that key.
     """
     if isinstance(batch, Reordered):
         batch = batch.batch
@@ -263,7 +263,7 @@ def taken_apart(batch: Any, ids: npt.NDArray[np.int64], key: str | None) -> tupl
 
 
 def with_ids_inside(batch: Any, ids: Tensor, key: str) -> Any:
-    """The batch with its ids under `key` if it is a mapping, or as one more field at its end if it is a tuple or a list."""
+    """The batch with its ids under `key` if it is a mapping, or as a last field if it is a tuple or a list."""
     if isinstance(batch, MutableMapping):
         batch[key] = ids
         return cast("Any", batch)

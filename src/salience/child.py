@@ -19,13 +19,13 @@ from multiprocessing.connection import wait
 from typing import Any, Literal
 
 SECONDS_BETWEEN_CHECKS = 1.0
-"""Seconds between two checks by a helper that its parent is still there."""
+"""Seconds between two checks of a helper that its parent is still alive."""
 MAX_ERROR_CHARS = 500
-"""Most characters of an exception's message that are handed over."""
+"""Maximum number of characters of an exception's message that are passed on."""
 
 
 class Lost(RuntimeError):
-    """A helper process failed or is gone; the message says how. Callers say what that means for the user."""
+    """A helper process failed or has died; the message says how. Callers say what that means for the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Child:
         farewell: float = 0.0,
         ends_itself: bool = False,
     ) -> None:
-        """`farewell`: seconds that it has to end by itself after a None in the pipe, before it is killed.
+        """`farewell`: seconds it has to end by itself after a None in the pipe, before it is killed.
         `ends_itself`: it checks by itself whether its parent is alive, since it has work to finish when the parent dies."""
         if start == "spawn" and multiprocessing.current_process().name == name:
             raise SystemExit(1)  # a script without a guard, which starts everything again when it is imported
@@ -64,11 +64,11 @@ class Child:
         finally:
             theirs.close()
         self.close = weakref.finalize(self, _close, self.pipe, self.process, self._owner, farewell)
-        """End the process; nothing of it is left."""
+        """End the process and release everything it used."""
 
     @property
     def mine(self) -> bool:
-        """True if it can be asked: it is not closed, and this process started it rather than the one it was forked from."""
+        """True if this process may talk to the helper: it is open, and this very process started it."""
         return self.close.alive and self._owner == os.getpid()
 
     @property
@@ -90,14 +90,14 @@ class Child:
             self._watch.join()
 
     def send(self, message: Any) -> None:
-        """Raises Lost where the process is gone."""
+        """Send a message. Raises Lost if the process has died."""
         try:
             self.pipe.send(message)
         except OSError as cause:
             raise Lost(self._last_words()) from cause
 
     def receive(self) -> Any:
-        """The next message; waits for it. Raises Lost where the process failed, or is gone."""
+        """Wait for the next message. Raises Lost if the process failed or has died."""
         try:
             message = self.pipe.recv()
         except (EOFError, OSError) as cause:
@@ -107,7 +107,7 @@ class Child:
         return message
 
     def _last_words(self) -> str:
-        """Why it is gone; messages that it sent before are dropped."""
+        """The reason why it died; messages that it sent before are dropped."""
         try:
             while True:
                 self.receive()

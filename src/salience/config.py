@@ -50,7 +50,7 @@ def use(spec: str | Callable[..., Any] | Mapping[str, Any] | Use) -> Use:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fetching:
-    """How far a plan gives way to what is cheap to fetch; needs a Loader with a cache."""
+    """How far a plan may deviate towards samples that are cheap to fetch; needs a Loader with a cache."""
 
     top: float = 0.7
     """Share of the samples that count as important: only the others are exchanged."""
@@ -59,7 +59,7 @@ class Fetching:
     tolerance: float = 0.1
     """The number of samples of a class may change by this share of the samples exchanged."""
     max_age: int = 12
-    """Windows after which an unimportant sample comes before those that are cheaper to fetch."""
+    """Windows after which an unimportant sample takes precedence over those that are cheaper to fetch."""
 
     def __post_init__(self) -> None:
         for name in ("top", "refresh", "tolerance"):
@@ -85,7 +85,7 @@ _WORDS: dict[type, tuple[Any, str]] = {
 
 
 def checked(where: str, table: Mapping[str, Any], types: Mapping[str, type]) -> dict[str, Any]:
-    """The settings in a table if each is known and of its type; those of type `object` may be anything."""
+    """The settings in a table, each checked for its name and type; those of type `object` may have any value."""
     found: dict[str, Any] = {}
     for key, value in table.items():
         if key not in types:
@@ -113,24 +113,24 @@ class SelectConfig:
 
     filters: tuple[Use, ...] = ()
     scores: tuple[Use, ...] = ()
-    """Rank-normalised to [0, 1] and added with their weights; with none, every sample is equally important."""
+    """Rank-normalised to [0, 1] and summed with their weights; without any, every sample is equally important."""
     sampler: Use = Use(name="uniform")
     keep: Use = Use(name="constant", options={"share": 1.0})
     """A curve over the run: which share of the samples a window visits; "auto" is steered by validation results."""
     pick: float = 1.0
     """Share of every batch that is trained on, chosen after the forward pass (selective backprop); 1 trains on all."""
     steps: str = "fewer"
-    """"fewer": a window that visits less has fewer steps. "constant": as many, by batches that shrink with the visits."""
+    """"fewer": a window with fewer visits has fewer steps. "constant": the same number of steps, with smaller batches."""
     lr_power: float = 0.5
     """With constant steps the learning rate is multiplied by (batch / batch_size)^lr_power; 1 is linear scaling."""
     fetch: Fetching | None = None
-    """How far plans give way to what is cheap to fetch; None: not at all."""
+    """How far plans may deviate towards samples that are cheap to fetch; None: not at all."""
     mode: str = "dynamic"
-    """"dynamic": every window is selected anew. "static": scored for `after` epochs, then one fixed subset to the end."""
+    """"dynamic": each window makes a new selection. "static": one fixed subset, after `after` epochs of scoring."""
     after: int | None = None
     """Static mode: epochs that visit everything before the subset is chosen; None: 5, or none with `ledgers`."""
     ledgers: tuple[str, ...] = ()
-    """Static mode: files of ledgers (or run folders) by whose mean score the subset is chosen, instead of the run's own."""
+    """Static mode: ledger files (or run folders); the subset is chosen by their mean score instead of the run's own."""
     robust: float | str = 0.0
     """Strength of early-learning regularisation in `loss()`, which drops nothing; "auto" follows the estimated noise."""
 
@@ -198,7 +198,7 @@ class SelectConfig:
 
 
 def _setting(default: T, text: str) -> T:
-    """A field with what `salience train --help` says of it."""
+    """A field, with its text in `salience train --help`."""
     return field(default=default, metadata={"help": text})
 
 
@@ -212,37 +212,37 @@ class TrainConfig:
     model: str = _setting("resnet9", "mlp, cnn, resnet9, resnet18, or pkg.module:factory")
     epochs: int = _setting(10, "passes over the data")
     batch_size: int = _setting(128, "images per step, over all ranks")
-    lr: float = _setting(0.0, "peak learning rate; 0 takes 0.4 * batch size / 512")
+    lr: float = _setting(0.0, "peak learning rate; 0 = 0.4 * batch size / 512")
     weight_decay: float = _setting(0.0005, "weight decay, on weights but not on biases and norms")
-    size: int = _setting(0, "pixels of a side; 0 takes the first image's shorter side, at most 224")
-    select: str = _setting("", "preset or TOML file that says which samples to train on; without it, all")
-    ledger: str = _setting("", "ledger, or folder of a run, to start from what it learnt")
+    size: int = _setting(0, "pixels per side; 0 = the shorter side of the first image, at most 224")
+    select: str = _setting("", "preset or TOML file that selects the samples to train on; without it, all")
+    ledger: str = _setting("", "ledger, or folder of a run, from which to start")
     workers: int = _setting(2, "processes that decode images")
-    cache: str = _setting("", "memory for the bytes of images, read ahead of the plan (4GiB); without it, none")
+    cache: str = _setting("", "memory for image bytes, which are read ahead of the plan (4GiB); without it, none")
     feed: str = _setting(
-        "", "name of a feed that jobs of this machine share: images are read and decoded once for all of them"
+        "", "name of a feed shared by jobs on this machine: images are read and decoded once for all of them"
     )
-    treat: str = _setting("", "which images are decoded anew: reuse, echo or auto; without it, all at every visit")
-    max_broken: float = _setting(0.01, "share of the images that may be broken, others standing in for them")
-    balance: bool = _setting(False, "under torchrun: give each rank the part of every batch that fits its speed")
+    treat: str = _setting("", "which images are decoded again: reuse, echo or auto; without it, all at every visit")
+    max_broken: float = _setting(0.01, "share of the images that may be broken and replaced by others")
+    balance: bool = _setting(False, "under torchrun: give each rank a part of every batch in proportion to its speed")
     sync: str = _setting(
-        "", "under torchrun: how gradients travel, a mode of salience.sync such as auto, bf16, topk or local"
+        "", "under torchrun: how gradients are exchanged, a mode of salience.sync such as auto, bf16, topk or local"
     )
     zero: int = _setting(
-        0, "under torchrun: divide optimizer state (1), gradients too (2), parameters too (3) among ranks; 0 nothing"
+        0, "under torchrun: divide optimizer state (1), also gradients (2) and parameters (3) among ranks; 0 = nothing"
     )
     remote_scores: bool = _setting(
-        False, "take in what `salience score` finds, a process near the data that watches --out"
+        False, "use scores from `salience score`, a process near the data that watches --out"
     )
-    auto: bool = _setting(False, "measure the run and keep what makes it faster; training stays what it is")
+    auto: bool = _setting(False, "measure the run and keep what makes it faster; the result of training stays the same")
     sinks: str = _setting(
-        "", "where figures go as well: tensorboard:FOLDER, wandb:PROJECT, mlflow:URI; commas between several"
+        "", "where to send figures too: tensorboard:FOLDER, wandb:PROJECT, mlflow:URI; separated by commas"
     )
     seed: int = _setting(0, "same seed, same run")
-    device: str = _setting("", "cpu, cuda, cuda:1, ...; without it, the best there is")
+    device: str = _setting("", "cpu, cuda, cuda:1, ...; without it, the best available")
     out: str = _setting("runs/train", "folder for checkpoints, ledger and event log")
-    resume: bool = _setting(False, "go on from the newest whole checkpoint in --out")
-    checkpoint_every: int = _setting(0, "batches between checkpoints, besides the one after every epoch; 0 takes none")
+    resume: bool = _setting(False, "continue from the newest whole checkpoint in --out")
+    checkpoint_every: int = _setting(0, "batches between checkpoints, in addition to one after every epoch; 0 = none")
 
 
 def train_config(table: Mapping[str, Any]) -> TrainConfig:

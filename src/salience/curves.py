@@ -1,7 +1,7 @@
 """Curves of validation results: their noise, and what a shorter run on all data would have lost. Is less enough?
 
 Let m(t) be the metric at progress t, higher is better, and F(s) the end of a run that makes a share s of the visits with its
-learning-rate schedule fitted to them. One run shows m, never F: F(1) = m(1), and nothing else is observed.
+learning-rate schedule fitted to them. A run only shows m, and of F only its end: F(1) = m(1).
 
 The difference m(1) - m(s) bounds nothing. A decaying learning rate lifts the end of a run (then the bound is too wide), and it
 also stops a run that is still learning (then there is none): with a cosine, an MLP on Fashion-MNIST moved by 0.4 points in the
@@ -33,27 +33,27 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 MIN_SPREAD = 0.002
-"""Least spread, as a share of the largest metric: 0.2 points where that is an accuracy of 100%."""
+"""Minimum spread, as a share of the largest metric: 0.2 points if that is an accuracy of 100%."""
 MIN_RESULTS = 6
-"""With fewer validation results, nothing is said."""
+"""Minimum number of validation results for an estimate."""
 MIN_LAST_PROGRESS = 0.9
 """Progress that the last result must have reached."""
 MIN_LOSS_PER_RISE = 0.25
-"""The least a shorter run loses, as a share of the rise in the middle, where the run is still learning."""
+"""Minimum loss of a shorter run, as a share of the rise in the middle, if the run is still learning."""
 MAX_LOSS_PER_RISE = 1.5
-"""The most a shorter run loses, as a share of the rise in the middle."""
+"""Maximum loss of a shorter run, as a share of the rise in the middle."""
 SPREADS_TO_BE_CERTAIN = 2.0
-"""Spreads of noise that the least loss must exceed before it is said that fewer visits will cost."""
+"""Number of spreads that the minimum loss must exceed before we say that fewer visits will cost accuracy."""
 LEVEL_BANDWIDTH = 0.15
 """Progress on either side from which a level is estimated."""
 MAX_SHARE_WORTH_SAYING = 0.9
 """A shorter run is mentioned only if it needs at most this share of the epochs."""
 MIN_SHARE_OF_EPOCHS = 0.2
-"""Least share of the epochs that is ever called enough."""
+"""Minimum share of the epochs that may be called enough."""
 UNFINISHED_FALL = 0.1
-"""Fall of the training loss over the last fifth of the visits from which a run without validation counts as unfinished."""
+"""Without validation results, a run is unfinished if its training loss fell by this share over the last fifth of the visits."""
 MAX_LENGTHS_TRIED = 200
-"""Most run lengths that are tried."""
+"""Maximum number of run lengths to try."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -68,26 +68,26 @@ class History:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shorter:
-    """What a shorter run on all data would have lost against this one; losses and noise are in units of the metric."""
+    """What a shorter run on all data would have lost compared with this one; losses and noise are in units of the metric."""
 
     share: float = 1.0
-    """Share of the visits that was asked about."""
+    """Share of the visits that the shorter run makes."""
     loss_low: float | None = None
-    """Least loss to expect from a run with that share; None if there is no estimate."""
+    """Smallest loss to expect from a run with that share; None if there is no estimate."""
     loss_high: float | None = None
     """Largest loss to expect; None if there is no estimate."""
     metric_noise: float | None = None
     """Standard deviation of the results around a smooth curve."""
     enough_epochs: int | None = None
-    """Epochs after which a fitted run would end within the noise; None where that saves nothing worth mentioning."""
+    """Number of epochs with which a fitted run would end within the noise; None if that saves too little to mention."""
     moved: float | None = None
-    """By how much the other epochs moved the metric."""
+    """How much the remaining epochs changed the metric."""
     rising: bool = False
-    """True if a run with that share will lose more than noise: this one was still learning."""
+    """True if a run with that share would lose more than the noise, because this run was still learning."""
     points: bool = False
     """True if every result is a share from 0 to 1, so that differences read as percentage points."""
     cannot_say: str = ""
-    """Why there is no estimate; empty where there is one."""
+    """Why there is no estimate; empty if there is one."""
 
 
 def shorter(
@@ -98,10 +98,10 @@ def shorter(
     epochs: int,
     fall: float | None = None,
 ) -> Shorter:
-    """What a run with `share` of the visits would lose, and how few of the `epochs` would do.
+    """Estimate what a run with `share` of the visits would lose, and how few of the `epochs` would be enough.
 
     `progress` and `metric` are float [k], in the order of the results; higher is better. `fall` is that of the training loss
-    (`training_fall`), told where there are no results.
+    (`training_fall`), used if there are no results.
     """
     history = curve(progress, metric)
     trouble = _trouble(history, len(metric), share) if len(metric) else _no_results(fall)
@@ -124,7 +124,7 @@ def shorter(
 
 
 def curve(progress: Sequence[float] | Floats, metric: Sequence[float] | Floats) -> History:
-    """The finite results in the order of their progress; of several at one progress, the last."""
+    """The finite results in the order of their progress; if several have the same progress, the last one."""
     t, m = np.asarray(progress, dtype=np.float64), np.asarray(metric, dtype=np.float64)
     usable = (t >= 0) & (t <= 1) & np.isfinite(m)
     t, m = t[usable][::-1], m[usable][::-1]
@@ -148,7 +148,7 @@ def own_noise(history: History) -> float:
 
 
 def level(history: History, at: float) -> float:
-    """The metric at a progress without its noise: a line fitted by least squares to the results nearby, at least four.
+    """The metric at some progress, without noise: a line fitted by least squares to the nearest results, at least four.
 
     Weights (1 - (d / h)^3)^3 of the distance d (Cleveland 1979), h = LEVEL_BANDWIDTH or what four results take.
     """
@@ -162,17 +162,17 @@ def level(history: History, at: float) -> float:
 
 
 def rise(history: History, share: float) -> float:
-    """m(1 - s/2) - m(s/2): by how much the metric rose over the middle 1 - s of the run."""
+    """m(1 - s/2) - m(s/2): how much the metric rose over the middle 1 - s of the run."""
     return level(history, 1 - share / 2) - level(history, share / 2)
 
 
 def plain_rise(history: History, share: float) -> float:
-    """m(1) - m(s): by how much the metric rose after a share of the run."""
+    """m(1) - m(s): how much the metric rose after a share of the run."""
     return level(history, 1.0) - level(history, share)
 
 
 def fewest(history: History, noise: float, epochs: int) -> int | None:
-    """Least number of epochs from which on every length would end within the noise; None where that saves too little.
+    """The smallest number of epochs above which every length would end within the noise; None if that saves too little.
 
     Both rises must be within it: that of the middle, which bounds the loss, and that of the end, which the reader sees.
     """
@@ -198,7 +198,7 @@ def _no_results(fall: float | None) -> str:
 
 
 def _trouble(history: History, given: int, share: float) -> str:
-    """Why these results tell nothing of a run with that share; empty where they do."""
+    """Why these results say nothing about a run with that share; empty if they do."""
     t = history.progress
     if len(t) == 0:
         return f"none of the {given} validation results is a finite number"

@@ -1,4 +1,4 @@
-"""What both front doors offer: the losses, progress, reports and state of one run."""
+"""The common part of both front doors: losses, progress, reports and state of one run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from salience.watch.probe import Probe
 
 
 class Door:
-    """The front of a run, which `Loader` and `Selector` share."""
+    """The public interface of a run that `Loader` and `Selector` share."""
 
     def __init__(self, run: Run, make_scorer: MakeScorer | None = None) -> None:
         self._run, self._make_scorer = run, make_scorer
@@ -45,11 +45,11 @@ class Door:
     # --- iterating ---
 
     def __iter__(self) -> BatchIterator:
-        """The batches of the next epoch. It is used up once a batch is taken from it."""
+        """An iterator over the batches of the next epoch, which is used up once a batch is taken from it."""
         return BatchIterator(self._run)
 
     def __len__(self) -> int:
-        """Batches of the epoch in progress, or of the next one; exact once iter() was called, if it is planned at once."""
+        """Batches of the epoch in progress, or of the next one; exact after iter(), if an epoch is planned at once."""
         return len(self._run)
 
     # --- losses ---
@@ -78,7 +78,7 @@ class Door:
         batch. `again=True` allows a second loss for the same batch. Inside a step compiled by `torch.compile` it is one
         operator of the graph.
 
-        Where each loss is the mean of `counts` [B] items (tokens) that are to weigh alike, and where gradients are accumulated
+        If each loss is the mean of `counts` [B] items (tokens), every item has the same weight. If gradients are accumulated
         over batches that may differ in size, `total` is the number of items (without `counts`: of samples) of the whole step,
         over all its batches and ranks: the result is sum(w * l * counts) * world / total, to be added up and not averaged.
         """
@@ -93,7 +93,7 @@ class Door:
         return self._run.loss(losses, logits, targets, ids, again=again, counts=counts, total=total)
 
     def skip(self) -> None:
-        """Say that the batch delivered last gets no loss, on purpose."""
+        """Declare that the most recent batch gets no loss, on purpose."""
         self._run.recording.skip()
 
     def pick(
@@ -107,20 +107,20 @@ class Door:
     ) -> Tensor:
         """Choose after the forward pass: positions of round(share * B) samples of this batch, int64, on its device.
 
-        The harder among recent losses, the likelier: P ~ percentile^power (selective backprop). `share` is what `select`
-        says, or a half; `power` is 1 / share - 1, with which percentile^power is `share` on average. All samples
-        count as seen; those later given to `loss(losses[keep], ...)` count as trained. Seeded by (seed, step).
+        Samples that are hard among recent losses are likelier: P ~ percentile^power (selective backprop). `share` defaults to
+        that of `select`, or a half; `power` to 1 / share - 1, with which percentile^power is `share` on average. All samples
+        count as seen; those later passed to `loss(losses[keep], ...)` count as trained. Seeded by (seed, step).
         """
         return self._run.pick(losses, logits, targets, share=share, power=power)
 
     def weights(self, ids: Tensor | None = None) -> Tensor:
-        """Loss weights of the batch delivered last, or of that with these `ids`, float32 [B]; `loss` applies them itself."""
+        """Loss weights of the most recent batch, or of the one with these `ids`, float32 [B]; `loss` applies them itself."""
         return self._run.recording.weights(ids)
 
     def relabelled(self, targets: Tensor, ids: Tensor | None = None) -> Tensor:
-        """The batch's targets with suspected ones replaced by the class the model gives; yours to use, off otherwise.
+        """The batch's targets, with suspected ones replaced by the model's class. Nothing is relabelled unless you use this.
 
-        Make the loss of what this returns, and pass the targets as they were delivered to `loss()`.
+        Compute the loss from the result, and pass the targets as delivered to `loss()`.
         """
         return self._run.recording.relabelled(targets, ids)
 
@@ -139,27 +139,27 @@ class Door:
         jury: Sequence[Juror] | None = None,
         probe: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Enable scores that need the model, by hooks on its layers; once more after a resume, since no state has them.
+        """Enable scores that need the model, by hooks on its layers. Call it again after a resume, since no state has them.
 
         Norms of per-sample gradients go into the ledger (`grad_norm`) when a plug-in reads them or `grad_norm` says
         how: "all" is exact over every Linear and Conv2d; "auto" takes them from the last one backwards within a tenth
-        of the step's operations; "last" takes the last one, which bounds the others up to a factor; a model that has
-        neither is judged by its output's gradient. Other layers (norms, embeddings, packed attention weights) are not
-        in it; the `signals` event names them. `every` = k makes norms in one of k steps. `features` keeps what the last
-        Linear was given.
+        of the step's operations; "last" takes the last one, which bounds the others up to a factor; a model without any
+        is judged by the gradient of its output. Other layers (norms, embeddings, packed attention weights) are not
+        included; the `signals` event names them. `every` = k computes norms in one of k steps. `features` keeps the input
+        of the last Linear.
 
-        `proxy` is a small model that `loss(losses, logits, targets)` trains on the same inputs (the first tensor `model` is
-        given) and targets, by `proxy_optimizer` (else SGD, learning rate 0.01, momentum 0.9); where no `reference=` was
-        given, its losses are it. `background` (True, or a device instead of the CPU) scores samples that are not picked in a
-        process beside the training, so that what is known of them does not age; a Path is a folder through which a process
-        elsewhere does so (`salience score`, `salience.signals.remote.answer`).
+        `proxy` is a small model that `loss(losses, logits, targets)` trains on the same inputs (the first tensor that `model`
+        receives) and targets, by `proxy_optimizer` (default: SGD, learning rate 0.01, momentum 0.9); if there is no
+        `reference=`, its losses are used as reference. `background` (True, or a device other than the CPU) scores unpicked
+        samples in a process beside the training, so that what is known about them does not age; a Path is a folder through
+        which a process elsewhere does so (`salience score`, `salience.signals.remote.answer`).
 
-        `jury` is two small models (or (model, optimizer) pairs), each trained like a proxy, but on its half of the samples
-        alone: what both say of every sample lets the filter `panel` tell wrong labels by several networks.
+        `jury` is two small models (or (model, optimizer) pairs), each trained like a proxy, but only on its own half of the
+        samples: with their opinions on every sample, the filter `panel` finds wrong labels by several networks.
 
-        `probe` is (inputs, targets) of up to 256 samples. Where `evaluated(accuracy)` passes a mark (30%, 40%, ...), the
-        gradient of each of them is made in eval mode: an event says how much of it is near zero, layer by layer, and under
-        which loss nearly all of it is, which `threshold` with above="auto" then uses.
+        `probe` is (inputs, targets) of up to 256 samples. When `evaluated(accuracy)` passes a mark (30%, 40%, ...), the
+        gradient of each of them is computed in eval mode: an event says how much of it is near zero, layer by layer, and
+        below which loss nearly all of it is, which `threshold` with above="auto" then uses.
         """
         run = self._run
         if run.balancing is not None:
@@ -178,7 +178,7 @@ class Door:
         run.choose_parts()
 
     def detach(self) -> None:
-        """Take the hooks of `attach` off the model again, and let go of the proxy and the background scorer."""
+        """Remove the hooks of `attach` from the model, and release the proxy and the background scorer."""
         self._run.sensing.detach()
         self._run.probing.detach()
         self._run.choose_parts()
@@ -191,7 +191,7 @@ class Door:
 
     @property
     def n(self) -> int:
-        """Samples of the data set."""
+        """Number of samples in the data set."""
         return self._run.setup.n
 
     @property
@@ -235,7 +235,7 @@ class Door:
 
     @property
     def visits(self) -> int:
-        """Sample visits made so far, over all ranks."""
+        """Number of sample visits made so far, over all ranks."""
         return self._run.course.visits
 
     @property
@@ -245,20 +245,20 @@ class Door:
 
     @property
     def total_steps(self) -> int | None:
-        """Batches of the whole run on each rank, or None where a plug-in decides as it goes."""
+        """Number of batches of the whole run on each rank, or None if a plug-in decides during the run."""
         return self._run.planning.total_steps
 
     @property
     def lr_scale(self) -> float:
-        """Factor on the learning rate of the next step that goes with its batch size; 1 unless steps = "constant".
+        """Factor for the learning rate of the next step, by its batch size; 1 unless steps = "constant".
 
-        After a window's last batch it is that of the window to come, as far as the curve tells.
+        After a window's last batch it is that of the next window, as far as the curve tells.
         """
         return self._run.lr_scale
 
     @property
     def batch_len(self) -> int:
-        """Samples in the batch delivered last."""
+        """Number of samples in the most recent batch."""
         batch = self._run.recording.batch
         return 0 if batch is None else len(batch.ids)
 
@@ -270,19 +270,19 @@ class Door:
 
     @property
     def ledger(self) -> Ledger:
-        """What is known of every sample, up to date; with several ranks, as of the last window's end."""
+        """What is known about every sample, up to date; with several ranks, as of the end of the last window."""
         return self._run.ledger
 
     @property
     def history(self) -> History:
-        """What the ledger said after each window, of up to 5,000 samples; `salience.ledger.history.save` writes it."""
+        """The ledger after each window, for up to 5,000 samples; `salience.ledger.history.save` writes it."""
         run = self._run
         run.recording.remember(run.course.window - 1)
         return run.recording.history
 
     @property
     def copies(self) -> Copies | None:
-        """Which samples are copies of each other, as far as they were looked for."""
+        """Which samples are copies of each other; None if they were not searched for."""
         return self._run.copying.found
 
     @property
@@ -292,17 +292,17 @@ class Door:
 
     @property
     def watch(self) -> Stopwatch:
-        """Seconds that salience took for itself, by name."""
+        """Seconds that salience itself took, by name."""
         return self._run.voice.watch
 
     @property
     def steps(self) -> Steps:
-        """What the training loop does with its time."""
+        """How the training loop spends its time."""
         return self._run.watching.steps
 
     @property
     def probe(self) -> Probe | None:
-        """Measures the loader alone and the loop alone now and then; None unless it was asked for."""
+        """Measures the loader alone and the loop alone from time to time; None unless a profile is being made."""
         return self._run.watching.probe
 
     @probe.setter
@@ -310,10 +310,10 @@ class Door:
         self._run.watching.probe = probe
 
     def summary(self, *, local: bool = False) -> dict[str, Any]:
-        """What the run taught us so far: per-class statistics, hardest and never-learnt samples, what could be saved.
+        """What the run has learnt so far: per-class statistics, hardest and never-learnt samples, what could be saved.
 
-        With several ranks every rank must call it; `local=True` is for one alone, and tells what this node's ledger knew when
-        the ranks last exchanged their statistics.
+        With several ranks every rank must call it. With `local=True` a single rank may, and gets what its node's ledger knew
+        when the ranks last exchanged their statistics.
         """
         return telling.summary(self._run, local=local)
 
@@ -322,8 +322,8 @@ class Door:
     ) -> str:
         """The summary as text, also written to the event log, as are the findings behind it.
 
-        With a `path` ("report.html") rank 0 also writes it as a page. `names` are what samples are called (a sequence, or a
-        function of the id), `classes` what classes are; a Source knows both. `local` is as in `summary`.
+        With a `path` ("report.html") rank 0 also writes it as a page. `names` are the names of samples (a sequence, or a
+        function of the id), `classes` those of classes; a Source knows both. `local` is as in `summary`.
         """
         text = telling.report(self._run, self._class_names(classes), local=local)
         if path is not None and self._run.setup.rank == 0:
@@ -354,11 +354,11 @@ class Door:
         return given if given is not None or source is None else source.index.classes or None
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on as if never stopped. With several ranks, every rank must call it."""
+        """Everything needed to continue as if the run had never stopped. With several ranks, every rank must call it."""
         return saved(self._run)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict()` was taken: the next iteration delivers the rest of that window."""
+        """Continue where `state_dict()` was taken: the next iteration delivers the rest of that window."""
         resume(self._run, state)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

@@ -5,8 +5,8 @@
     ├── DataError         (ValueError)    the data set or a file in it cannot be used
     │   └── BrokenSample                  one sample cannot be read or decoded
     ├── StoreError        (OSError)       a store cannot be reached, or refuses
-    ├── LossError         (ValueError)    what was handed to loss() or pick() does not fit the batch
-    │   └── Misattributed                 the losses belong to another batch than the one delivered last
+    ├── LossError         (ValueError)    what was passed to loss() or pick() does not fit the batch
+    │   └── Misattributed                 the losses do not belong to the most recent batch
     ├── StateError        (RuntimeError)  a checkpoint, ledger or trace does not fit this run
     ├── RankError         (RuntimeError)  a rank did not take part in a collective, or was lost
     ├── PluginError       (RuntimeError)  a plug-in is unknown, doubled, or broke its contract
@@ -23,11 +23,11 @@ import re
 from collections.abc import Iterable
 
 MASK = "***"
-"""Stands where the user, password or query of a URL was."""
+"""Replaces the user, password or query of a URL."""
 # With a colon before it, any @ may end a password, which people forget to quote; without one, only an @ of the host does.
 _USER = re.compile(r"://(?:[^\s'\"<>]*:[^\s'\"<>]*|[^\s'\"<>/?#]*)@")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""Control characters but the tab and the end of a line, and those that change the direction of text."""
+"""Control characters except tab and newline, and characters that change the direction of text."""
 _QUERY = re.compile(r"(://[^\s'\"<>?]*\?)[^\s'\"<>]+")
 
 
@@ -37,7 +37,7 @@ def without_secrets(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Text that is safe to show: control characters and bytes that are not UTF-8 as escapes, passwords of URLs masked."""
+    """The text made safe to show: control characters and bytes that are not UTF-8 are escaped, passwords of URLs are masked."""
     shown = _CONTROL.sub(lambda found: ascii(found[0])[1:-1], without_secrets(text))
     return shown.encode("utf-8", "backslashreplace").decode("utf-8")
 
@@ -62,11 +62,11 @@ class BrokenSample(DataError):
 
 
 class StoreError(SalienceError, OSError):
-    """A store cannot be reached, or refuses; what it holds may be all right."""
+    """A store cannot be reached, or refuses access; its contents may be intact."""
 
 
 class LossError(SalienceError, ValueError):
-    """Losses, logits or targets do not fit the batch they are said to belong to."""
+    """Losses, logits or targets do not fit the batch they were passed for."""
 
 
 class Misattributed(LossError):
@@ -94,7 +94,7 @@ class MissingExtra(SalienceError, ImportError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence part that names the nearest known names, then all of them: ' Did you mean ...? Known: ...'."""
+    """The end of a message that names the nearest known names, then all of them: ' Did you mean ...? Known: ...'."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=2)
     hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""

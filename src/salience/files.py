@@ -19,7 +19,7 @@ import numpy as np
 from salience.errors import StateError
 
 MAX_NPY_HEADER_BYTES = 512
-"""Bytes at the start of an array in which its header must end."""
+"""The header of an array must end within this many bytes."""
 NPY_HEADER = re.compile(
     rb"\x93NUMPY\x01\x00..\{'descr': '(?P<type>[<|][biufU]\d{1,4})', 'fortran_order': (?:False|True), "
     rb"'shape': \((?P<shape>[0-9, ]*)\), \} *\n",
@@ -32,11 +32,11 @@ NPY_HEADER = re.compile(
 def atomic(
     path: str | Path, *, part: str | Path | None = None, previous: str | Path | None = None, sync: bool = True
 ) -> Generator[BinaryIO]:
-    """A file to write to, which becomes `path` at the end of the block; after an exception `path` is as it was.
+    """A file to write to, which becomes `path` at the end of the block; after an exception `path` is unchanged.
 
-    The file is written beside `path`, under a name of its own or as `part` (a name that stays the same is overwritten by the
-    next run where one was killed). What `path` was before is kept as `previous`, if that is given. With `sync`, the contents
-    survive a power cut. An exception of the block is raised as it is, whatever becomes of the clean-up.
+    The file is written beside `path`, under a unique name or as `part` (a fixed name, so that the next run overwrites what a
+    killed one left). The old contents of `path` are kept as `previous`, if that is given. With `sync`, the contents survive a
+    power cut. An exception of the block is raised unchanged, even if cleaning up fails.
     """
     path = Path(path)
     given = part is not None
@@ -61,13 +61,13 @@ def atomic(
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a text file in UTF-8, what is not UTF-8 (in a file's name, say) as escapes; it appears whole or not at all."""
+    """Write a text file in UTF-8, escaping what is not valid (from a file's name, say); it appears whole or not at all."""
     with atomic(path) as file:
         file.write(text.encode(errors="backslashreplace"))
 
 
 def write_npz(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays into one file, without pickle; folders are made where they are missing."""
+    """Write arrays into one file, without pickle; missing folders are created."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic(path) as file:
@@ -77,8 +77,8 @@ def write_npz(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
 def read_npz(path: str | Path, wanted: str, what: str, data: bytes | None = None) -> dict[str, Any]:
     """All arrays of a file that `write_npz` wrote with format `wanted`; never unpickles.
 
-    Whatever the file says, no more memory is asked for than it has bytes. `data` are its contents where they have been read
-    already; then `path` only names it.
+    Never asks for more memory than the file has bytes, whatever its headers say. `data` are its contents if they were read
+    already; `path` is then only used in messages.
     """
     try:
         with Path(path).open("rb") if data is None else io.BytesIO(data) as opened, zipfile.ZipFile(opened) as file:
@@ -99,7 +99,7 @@ def read_npz(path: str | Path, wanted: str, what: str, data: bytes | None = None
 
 
 def _read_array(file: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
-    """One array, after a look at its header: numpy would ask for as much memory as that says, and evaluate it."""
+    """One array, after checking its header: numpy would allocate as much memory as the header says, and evaluate it."""
     if entry.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{entry.filename!r} is compressed")
     with file.open(entry) as member:

@@ -69,32 +69,32 @@ class Loader(Door, Generic[T]):
                 losses = F.cross_entropy(model(x), y, reduction="none")
                 loader.loss(losses).backward(); ...
 
-    `select` unset = observe: the batches of `DataLoader(shuffle=True, generator=g)` with g seeded by `seed` (or the
-    `generator` given; "global" does what a DataLoader does that was given none), and the ledger fills. `shuffle=False`
+    `select` unset = observe: the batches of `DataLoader(shuffle=True, generator=g)` with g seeded by `seed` (or the given
+    `generator`; "global" does what a DataLoader without a generator does), and the ledger fills. `shuffle=False`
     observes in the order of the data set. DataLoader's other arguments pass through. `with_ids=True` delivers
     `(ids, batch)`, for loops that fetch ahead; `ids_key="_ids"` puts the ids into dict batches under that key, or at the end of
     tuples. `device` moves batches to a device, on CUDA from pinned memory and one batch ahead. `even=True` gives every epoch
     the same number of batches, the mean of what `select` keeps, for frameworks that ask for `len` once. `window` ("1M") is
-    how many samples are planned at once, where an epoch is too large for that. `ledger` starts from what another run learnt,
-    `reference` is what other models think of the samples (for `rho`, `proxy`, `cscore`), `baseline` the event logs of earlier
-    runs, by which `keep = "auto"` is steered. `trace` records the plans in a folder, `log` is the JSONL event log, `sinks` are
+    how many samples are planned at once, if an epoch is too large for that. `ledger` starts from what another run learnt,
+    `reference` is the opinion of other models on the samples (for `rho`, `proxy`, `cscore`), `baseline` the event logs of
+    earlier runs, which steer `keep = "auto"`. `trace` records the plans in a folder, `log` is the JSONL event log, `sinks` are
     other places for its figures ("tensorboard:runs/tb", "wandb:project", "mlflow:uri", or a function of each event). A failing
     plug-in is switched off, named and logged; with `strict=True` it raises.
 
-    A `salience.Source` is read batch by batch and delivers `(decode(data), label)`. How it is read, cached and decoded is said
-    to the source; what is said here about it (`decode`, `cache`, `disk`, `redis`, `max_broken`, `views`) is passed on. A
-    `salience.SharedFeed` is a source that several jobs of a node read together.
+    A `salience.Source` is read batch by batch and delivers `(decode(data), label)`. Options for reading, caching and decoding
+    belong to the source; those given here (`decode`, `cache`, `disk`, `redis`, `max_broken`, `views`) are passed on. A
+    `salience.SharedFeed` is a source that several jobs on a node read together.
 
-    `augment` is a list of stages that run behind the data set, in the workers (behind `decode` where there is one), with
-    random numbers that depend on seed, window and sample alone. `treat` says which samples get all of them fresh: "reuse",
-    "echo", "auto" or a `salience.Treat`.
+    `augment` is a list of stages that run after the data set, in the workers (after `decode` if there is one), with random
+    numbers that depend only on seed, window and sample. `treat` says which samples get all of them fresh: "reuse", "echo",
+    "auto" or a `salience.Treat`.
 
     `auto=True` measures the run, tries at window edges what could make it faster and was not given (workers, cache), keeps
-    what does, and logs every decision. With a `baseline` or `auto="lossy"` also what changes training: `treat` where there
-    is `augment`, and `select`. The event log of such a run as `auto` does the same again.
+    what does, and logs every decision. With a `baseline` or `auto="lossy"` it also tries what changes training: `treat` if
+    there is `augment`, and `select`. Pass the event log of such a run as `auto` to repeat its decisions.
 
-    With several ranks, `balance=True` gives each the part of every batch that fits its measured speed, and `costs` (a number
-    per sample, such as its length) divides every batch so that long samples meet long ones and all ranks take as long.
+    With several ranks, `balance=True` gives each a part of every batch in proportion to its measured speed, and `costs` (a
+    number per sample, such as its length) divides every batch so that long samples go together and all ranks take equally long.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class Loader(Door, Generic[T]):
         self._source = source
 
     def __iter__(self) -> BatchIterator:
-        """One epoch: batches as the user's collate made them, or `(ids, batch)` with `with_ids`."""
+        """An iterator over one epoch: batches as made by `collate_fn`, or `(ids, batch)` with `with_ids`."""
         now = _length(self.dataset)
         if now != self._run.setup.n:
             raise DataError(
@@ -215,9 +215,9 @@ class Loader(Door, Generic[T]):
         return super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on as if never stopped. With several ranks, every rank must call it.
+        """Everything needed to continue as if the run had never stopped. With several ranks, every rank must call it.
 
-        A data set that has `state_dict` and `load_state_dict` of its own is saved with it, unless worker processes read it.
+        A data set with its own `state_dict` and `load_state_dict` is saved too, unless worker processes read it.
         """
         state = super().state_dict()
         if _has_state(self.dataset) and self.num_workers == 0:
@@ -230,7 +230,7 @@ class Loader(Door, Generic[T]):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict()` was taken: the next iteration delivers the rest of that window."""
+        """Continue where `state_dict()` was taken: the next iteration delivers the rest of that window."""
         super().load_state_dict(state)
         if "dataset" in state and _has_state(self.dataset):
             self.dataset.load_state_dict(state["dataset"])
@@ -244,7 +244,7 @@ class Loader(Door, Generic[T]):
 
     @property
     def collate_fn(self) -> Callable[[Any], Any]:
-        """The function that makes a batch of samples; one that is set is used from the next iter() on."""
+        """The function that makes a batch of samples; a new one takes effect at the next iter()."""
         return self._source.collate
 
     @property
@@ -258,7 +258,7 @@ class Loader(Door, Generic[T]):
         return PlannedBatches(self._run)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As on a DataLoader, what makes the batches can be set, and holds from the next iter() on; the data set cannot."""
+        """As on a DataLoader, options of the batches can be set and take effect at the next iter(); the data set cannot."""
         if "_source" in vars(self) and name in _fixed():
             raise ConfigError(f"{name} cannot be set once a Loader is made; make a new one with {name}=.")
         if "_source" in vars(self) and (name in _PASSED or name == "collate_fn"):
@@ -276,7 +276,7 @@ class Loader(Door, Generic[T]):
 
 
 def _with_reading(dataset: Any, options: dict[str, Any]) -> tuple[Any, ReadingOptions]:
-    """The data set and how it is read. Options of a Source among those of the Loader are passed on to it."""
+    """The data set, and how it is read. Options of a Source that were given to the Loader are passed on to it."""
     given = {name: options.pop(name) for name in READING_OPTIONS if name in options}
     if isinstance(dataset, SharedFeed):
         elsewhere = sorted({*given} - {"decode", "max_broken"})
@@ -296,7 +296,7 @@ def _with_reading(dataset: Any, options: dict[str, Any]) -> tuple[Any, ReadingOp
 
 
 def _shared_stages(reading: ReadingOptions, stages: tuple[Stage, ...]) -> tuple[ReadingOptions, tuple[Stage, ...]]:
-    """What jobs of a feed share (decode, and the stages up to the first random one), and the stages that are left to each."""
+    """What jobs of a feed share (decode, and the stages before the first random one), and each job's own stages."""
     own = next((k for k, stage in enumerate(stages) if stage.random is not False), len(stages))
     calls = tuple(stage.call for stage in stages[:own])
     if calls:
@@ -319,7 +319,7 @@ def _scorer(source: WorkerSource, setup: Setup, model: nn.Module, device: torch.
 
 
 def _has_state(dataset: Any) -> bool:
-    """True for what torch calls Stateful, by both of its methods."""
+    """True if the data set has both methods of what torch calls Stateful."""
     return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
@@ -351,10 +351,10 @@ def _check_arguments(batch_size: Any, dataloader: dict[str, Any]) -> None:
 
 @functools.cache
 def _fixed() -> frozenset[str]:
-    """What a Loader is made with and keeps."""
+    """Names of arguments that are fixed once a Loader is created."""
     return frozenset(_known() - (_PASSED - {"persistent_workers"}) - {"collate_fn"} | {"dataset", *_INSTEAD})
 
 
 def _known() -> set[str]:
-    """Names of all arguments: those of the Loader and those that pass through."""
+    """Names of all arguments: those of the Loader, and those that pass through."""
     return _PASSED | set(inspect.signature(Loader.__init__).parameters) - {"self", "dataset", "dataloader"}

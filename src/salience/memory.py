@@ -1,12 +1,12 @@
-"""Memory that processes of one node share: made by one of them, opened by the others.
+"""Memory shared by processes of one node: created by one of them, opened by the others.
 
 On Linux it is an anonymous memory file. It has no name and needs no room in /dev/shm, so that nothing is left behind by a crash
-and small containers can have it; other processes open it through the one that made it. Elsewhere it is a file that only its
-owner may open, under a name that cannot be guessed, removed by its maker.
+and it works in small containers; other processes open it through the one that created it. On other systems it is a file
+that only its owner may open, with a name that cannot be guessed, removed by the process that created it.
 
-Processes that share data without a lock need an order: first the data, then the flag that announces them. x86 keeps stores in
-program order, and loads too; ARM and others do not. So every such protocol has a `fence()` between data and flag, on both
-sides, which is a memory barrier where the processor needs one.
+Processes that share data without a lock need an order: first the data, then the flag that announces it. x86 keeps stores and
+loads in program order; ARM and others do not. So every such protocol has a `fence()` between data and flag on both sides:
+a memory barrier on processors that need one.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:  # the process of a shared feed does without torch
     from salience.ranks import Ranks
 
 STORES_IN_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
-"""True where the processor keeps the order of stores and that of loads."""
+"""True if the processor keeps stores in order, and loads too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """How another process of the node opens a piece of memory, as long as its maker holds it."""
+    """What another process of the node needs to open a piece of memory while its creator holds it."""
 
     path: str
     size: int
@@ -45,7 +45,7 @@ class Token:
 
 
 class Memory:
-    """`size` bytes, initially zero. Only pages that are written to take up memory. Unpickling opens the same memory."""
+    """A block of `size` bytes, initially zero. Only pages that are written use memory. Unpickling opens the same block."""
 
     def __init__(self, size: int) -> None:
         fd, path = _anonymous() or _named(_folder(size))
@@ -80,7 +80,7 @@ class Memory:
     def _begin(self, fd: int, token: Token, unlink: str | None, *, new: bool) -> None:
         self.token, self.size, self.fd = token, token.size, fd
         self.close = weakref.finalize(self, _release, fd, unlink, os.getpid())
-        """Release it, so that others can no longer open it. Arrays in it stay valid."""
+        """Release the memory, so that others can no longer open it. Arrays in it stay valid."""
         try:
             if new:
                 os.ftruncate(fd, _whole(token.size))
@@ -90,12 +90,12 @@ class Memory:
             raise StateError(f"{token.size:,} bytes of shared memory cannot be allocated: {cause.strerror}.") from cause
 
     def array(self, dtype: npt.DTypeLike, count: int, offset: int = 0) -> npt.NDArray[Any]:
-        """`count` elements from byte `offset` on, [count]; writing to it is seen by all."""
+        """An array of `count` elements starting at byte `offset`; all processes see what is written to it."""
         return np.frombuffer(self.buffer, dtype=dtype, count=count, offset=offset)
 
 
 def node_memory(ranks: Ranks | None, size: int) -> Memory:
-    """Memory of all ranks of a node, made by the first of them; a collective call. When one rank fails, all do."""
+    """Memory shared by all ranks of a node, created by the first of them. Collective; if one rank fails, all do."""
     if ranks is None:
         return Memory(size)
     memory: Memory | None = None
@@ -116,7 +116,7 @@ def node_memory(ranks: Ranks | None, size: int) -> Memory:
 
 
 def fence() -> None:
-    """Keep what was stored and loaded before this apart from what comes after it, as other processes see it.
+    """Order all stores and loads before this call before those after it, as other processes see them.
 
     A lock that is released orders what came before, one that is acquired what comes after, and no processor moves an acquire
     before an earlier release. The lock is a new one, so that a fork finds nobody holding it.
@@ -135,7 +135,7 @@ def _whole(size: int) -> int:
 
 
 def _anonymous() -> tuple[int, None] | None:
-    """A file without a name, for its owner alone; None where the system has none, or forbids them."""
+    """A file without a name that only its owner can open; None if the system does not have such files, or forbids them."""
     try:
         fd = os.memfd_create("salience")
     except (AttributeError, OSError):
@@ -145,7 +145,7 @@ def _anonymous() -> tuple[int, None] | None:
 
 
 def _named(folder: Path) -> tuple[int, str]:
-    """A new file that nobody else can have prepared, for its owner alone."""
+    """A new file that nobody else can have prepared and only its owner can open."""
     path = str(folder / f"salience-{secrets.token_hex(16)}")
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), path
@@ -157,7 +157,7 @@ def _named(folder: Path) -> tuple[int, str]:
 
 
 def _folder(size: int) -> Path:
-    """A folder in memory if it has room, else the temporary folder."""
+    """A folder in memory if there is enough room, otherwise the temporary folder."""
     for folder in (Path("/dev/shm"), Path(tempfile.gettempdir())):
         if folder.is_dir() and os.access(folder, os.W_OK):
             room = os.statvfs(folder)

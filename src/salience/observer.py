@@ -33,7 +33,7 @@ NO_PRIORITY = 1e-6
 
 
 class Observer:
-    """Records the losses of samples that somebody else drew.
+    """Records the losses of samples that your own code draws.
 
         observer = salience.Observer(len(data))
         for ids, x, y in my_own_batches():
@@ -43,8 +43,8 @@ class Observer:
             observer.record(ids, losses, logits, y)
         print(observer.report())
 
-    A window, by which the ledger tells recent from old, is `n` recorded samples over all ranks. `labels` are the classes,
-    int [n], where they are known beforehand; `ledger`, `log`, `sinks` and `strict` are those of `Loader`.
+    A window, by which the ledger measures age, is `n` recorded samples over all ranks. `labels` are the classes, int [n], if
+    they are known beforehand; `ledger`, `log`, `sinks` and `strict` are those of `Loader`.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class Observer:
 
     @property
     def n(self) -> int:
-        """Samples there are."""
+        """Number of samples."""
         return self._setup.n
 
     @property
     def visits(self) -> int:
-        """Losses recorded so far; with several ranks, as many as if all had recorded what this one did."""
+        """Number of losses recorded so far; with several ranks, the number on this rank times the number of ranks."""
         return self._recorded * self._setup.world
 
     # --- a batch ---
@@ -95,10 +95,10 @@ class Observer:
         *,
         trained: bool = True,
     ) -> None:
-        """Enter one loss per sample, [B], for the samples `ids`, int [B]; an id may stand twice.
+        """Enter one loss per sample, [B], for the samples `ids`, int [B]; an id may occur twice.
 
         With `logits` [B, C] and integer `targets` [B], the ledger also learns margins, guesses and more. Ids on the CPU and
-        losses on a GPU cost no synchronisation. `trained=False`: the samples were looked at and not trained on.
+        losses on a GPU cost no synchronisation. `trained=False`: the samples were evaluated and not trained on.
         """
         rows = self._rows(ids)
         window = self.visits // self.n
@@ -111,7 +111,7 @@ class Observer:
         self._recorded, self._batches = self._recorded + len(rows), self._batches + 1
 
     def forget(self, ids: Tensor | npt.ArrayLike) -> None:
-        """The samples `ids` are others from now on: nothing is known of them, as after a replay buffer was written to."""
+        """Forget what is known about the samples `ids`, for instance after new entries were written to a replay buffer."""
         rows, ledger = self._rows(ids), self._recording.ledger
         self.flush()
         if self._setup.ranks is None or self._setup.ranks.leads_node:
@@ -120,7 +120,7 @@ class Observer:
             ledger.vote[rows], ledger.vote_p[rows] = 0, 0
 
     def priorities(self, power: float = 0.6) -> npt.NDArray[np.float32]:
-        """Probabilities to draw each sample with, float32 [n], sum 1: (last loss + 1e-6)^power (Schaul et al. 2016).
+        """Probabilities for drawing each sample, float32 [n], which sum to 1: (last loss + 1e-6)^power (Schaul et al. 2016).
 
         Samples without a loss count as the highest so far. `power` 0 is uniform, 1 proportional to the loss.
         """
@@ -145,7 +145,7 @@ class Observer:
     # --- windows ---
 
     def flush(self) -> None:
-        """Enter what was recorded into the ledger. Collective with several ranks: every rank calls it equally often."""
+        """Enter what was recorded into the ledger. Collective: each rank must call it the same number of times."""
         self._recording.flush(self._window)
         if (window := self.visits // self.n) > self._window:
             self._close(window)
@@ -170,13 +170,13 @@ class Observer:
 
     @property
     def ledger(self) -> Ledger:
-        """What is known of every sample, up to date; with several ranks, as of the last `flush()`."""
+        """What is known about every sample, up to date; with several ranks, as of the last `flush()`."""
         if self._setup.ranks is None:
             self.flush()
         return self._recording.ledger
 
     def summary(self) -> dict[str, Any]:
-        """What was learnt so far, as plain numbers. Collective with several ranks."""
+        """What the run has learnt so far, as plain numbers. Collective with several ranks."""
         self.flush()
         return summarise(
             self._recording.ledger, preset("default"), windows=max(10, self._window), seed=0, batch_size=1,
@@ -207,7 +207,7 @@ class Observer:
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict()` was taken."""
+        """Continue from where `state_dict()` was taken."""
         for key, mine in (("version", STATE_VERSION), ("population", self.n)):
             if state.get(key) != mine:
                 raise StateError(f"The state was saved with {key} {state.get(key)!r}, this observer has {mine!r}.")

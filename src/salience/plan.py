@@ -15,9 +15,9 @@ from salience.files import read_npz, write_npz
 
 FORMAT = "salience-plan-1"
 FRESH, STORED, REUSED = range(3)
-"""Treatment levels: every stage fresh; fresh, and the intermediate is kept; the intermediate is taken up."""
+"""Treatment levels: every stage is fresh; fresh, and the intermediate is stored; a stored intermediate is used."""
 VIEW_SHIFT = 2
-"""Low bits of a level that hold FRESH, STORED or REUSED; the number of the view is above them."""
+"""Number of low bits of a level that hold FRESH, STORED or REUSED; the index of the view is above them."""
 LEVEL_MASK = (1 << VIEW_SHIFT) - 1
 """Mask of those low bits."""
 
@@ -34,13 +34,13 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Plan:
-    """Samples of one window in order of delivery, with weight, importance and treatment level each."""
+    """The samples of one window in order of delivery, each with its weight, importance and treatment level."""
 
     window: int
     population: int
-    """Samples the plan was chosen from."""
+    """Number of samples the plan was chosen from."""
     batch_size: int
-    """Samples of one optimizer step, over all ranks."""
+    """Samples per optimizer step, over all ranks."""
     ids: npt.NDArray[np.int64]
     """Sample ids in order of delivery, int64 [n]."""
     weights: npt.NDArray[np.float32]
@@ -48,14 +48,14 @@ class Plan:
     importance: npt.NDArray[np.float32]
     """Rank-normalised importance in [0, 1], float32 [n]."""
     level: npt.NDArray[np.uint8]
-    """How each sample is treated, uint8 [n]: FRESH, STORED or REUSED, and in the upper six bits the number of the view."""
+    """How each sample is treated, uint8 [n]: FRESH, STORED or REUSED, and in the upper six bits the index of the view."""
     drop_last: bool = False
     lr_scale: float = 1.0
-    """Factor on the learning rate that goes with `batch_size`, where that was changed to keep the number of steps."""
+    """Factor for the learning rate if `batch_size` was changed to keep the number of steps, otherwise 1."""
     robust: float = 0.0
     """Strength of the term in the loss that keeps a model from learning wrong labels by heart."""
     ranks: npt.NDArray[np.float16] | None = None
-    """Importance of every sample, picked or not, float16 [population]: what a cache should keep. None = all alike."""
+    """Importance of every sample, picked or not, float16 [population]: what a cache should keep. None = all equal."""
     notes: tuple[Note, ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -77,21 +77,21 @@ class Plan:
 
     @property
     def all_alike(self) -> bool:
-        """True if every sample is equally important: nothing is known, or nothing was asked."""
+        """True if every sample is equally important, because nothing is known or no score is configured."""
         return self.ranks is None or bool(self.ranks.min() == self.ranks.max())
 
     @property
     def views(self) -> npt.NDArray[np.uint8]:
-        """Which view of its sample each visit is, uint8 [n]; 0 is the first."""
+        """Index of the view that each visit shows of its sample, uint8 [n]; 0 is the first."""
         return self.level >> np.uint8(VIEW_SHIFT)
 
     @property
     def steps(self) -> int:
-        """Optimizer steps on a single rank; `shard` has the number for several ranks."""
+        """Number of optimizer steps on a single rank; with several ranks, `len(shard(...))`."""
         return len(_bounds(len(self.ids), self.batch_size, 1, self.drop_last)) - 1
 
     def shard(self, rank: int = 0, world: int = 1, shares: Sequence[float] | None = None) -> Shard:
-        """The part of every global batch that `rank` of `world` takes, in proportion to `shares` (default: equal).
+        """The part of every global batch for `rank` of `world`, in proportion to `shares` (default: equal).
 
         All ranks together cover the plan exactly once (with drop_last: its whole batches). A tail with
         fewer samples than ranks joins the batch before it, so that no rank is ever without work.
@@ -145,9 +145,9 @@ class Shard:
     plan: Plan
     rank: int
     cuts: npt.NDArray[np.int64]
-    """Where the part of each rank begins in the plan, and where that of the last ends, int64 [ranks + 1, batches]."""
+    """Where the part of each rank begins in the plan, and where the last part ends, int64 [ranks + 1, batches]."""
     global_sizes: npt.NDArray[np.int64]
-    """Samples of each batch over all ranks; visits that only fill up do not count."""
+    """Samples of each batch over all ranks, not counting visits that only fill it up."""
 
     def __len__(self) -> int:
         """Number of batches."""
@@ -169,19 +169,19 @@ class Shard:
         return self.cuts[self.rank + 1]
 
     def span(self, number: int) -> slice:
-        """Where batch `number` stands in the plan's arrays."""
+        """The slice of the plan's arrays that holds batch `number`."""
         return slice(self.cuts.item(self.rank, number), self.cuts.item(self.rank + 1, number))
 
     def sizes(self, number: int) -> npt.NDArray[np.int64]:
-        """Visits of batch `number` on each rank."""
+        """Number of visits of batch `number` on each rank."""
         return np.diff(self.cuts[:, number])
 
     def of(self, rank: int) -> Shard:
-        """The part of another rank."""
+        """The same plan's part for another rank."""
         return replace(self, rank=rank)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The plan, and how it is divided, as plain arrays."""
+        """The plan and how it is divided, as plain arrays."""
         return {**self.plan.arrays(), "cuts": self.cuts, "sizes": self.global_sizes}
 
     @classmethod
@@ -191,7 +191,7 @@ class Shard:
         return cls(plan=Plan.from_arrays(arrays), rank=0, cuts=cuts, global_sizes=sizes)
 
     def among(self, rank: int, world: int, done: Collection[int]) -> Shard:
-        """The same window for another number of ranks: what is not in the batches `done` is covered exactly once.
+        """The same window for another number of ranks: samples outside the batches `done` are covered exactly once.
 
         Batches stay what they are. Only a tail with fewer samples than ranks joins the batch before it; where that one is
         done already, visits of weight 0 fill it up, so that no rank is without work.
@@ -232,7 +232,7 @@ def _bounds(n: int, batch_size: int, world: int, drop_last: bool) -> npt.NDArray
 
 
 def _filled_up(plan: Plan, batch: slice, size: int) -> Plan:
-    """The plan up to the end of `batch`, and that with `size` visits: those added have weight 0 and are not recorded."""
+    """The plan with `batch` filled up to `size` visits; those added have weight 0 and are not recorded."""
     again = np.resize(plan.ids[batch], size - (batch.stop - batch.start))
     nothing, view = np.zeros(len(again), dtype=np.float32), np.full(len(again), FRESH | 1 << VIEW_SHIFT, dtype=np.uint8)
     return replace(

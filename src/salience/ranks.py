@@ -1,8 +1,8 @@
-"""The ranks of a run: who they are, which of them share this node, and the few collectives that we use.
+"""The ranks of a run: which there are, which of them share this node, and the few collectives that we use.
 
 Every collective has a deadline. When it passes, or when a rank is lost, each waiting rank raises `RankError`, which names the
-ranks that have not come as far, wherever the process group has a store to look it up in. No other module asks
-`torch.distributed`.
+ranks that did not get that far, if the process group has a store to look that up. Besides `gradients` and `app.parallel`, no
+other module asks `torch.distributed`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from salience.errors import ConfigError, RankError
 T = TypeVar("T")
 
 DEADLINES = {"nccl": 600.0}
-"""Seconds after which torch itself gives up a collective of a backend, by default,"""
+"""Seconds after which torch itself gives up on a collective of a backend, by default."""
 OTHER_DEADLINE = 1800.0
-"""and of all other backends."""
+"""The same for all other backends."""
 DEADLINE_SHARE = 0.95
-"""Share of that time after which we give up, so that the message is ours."""
+"""Share of that time after which we give up, so that users see our message."""
 GRACE = 10.0
-"""Seconds after the deadline in which a backend may end the collective itself."""
+"""Seconds after the deadline that a backend has to end the collective itself."""
 DATA_PARALLEL_NAMES = ("dp", "data", "data_parallel")
 """Names of the dimension of a device mesh along which samples are divided."""
 
@@ -57,8 +57,8 @@ class Ranks:
     ) -> None:
         """`group` is a process group (None = the default one) or a device mesh, of which `dim` is the data-parallel dimension.
 
-        `deadline` is in seconds; None = a little less than the time-out of the group. `node` is a number that ranks of one node
-        share; None = found out.
+        `deadline` is in seconds; None = a little less than the timeout of the group. `node` is a number that ranks of one node
+        share; None = detected.
         """
         if isinstance(group, DeviceMesh):
             group = _dimension(group, dim)
@@ -71,9 +71,9 @@ class Ranks:
         on_gpu = dist.get_backend(self._group) == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self.deadline = _patience(self._group, self._device) if deadline is None else deadline
-        """Seconds that a collective may take."""
+        """Maximum seconds for a collective."""
         self._count = 0
-        """Collectives begun so far."""
+        """Number of collectives begun so far."""
         self._store: Any = None
         mine = torch.tensor([_node() if node is None else node, int.from_bytes(os.urandom(7))], dtype=torch.int64)
         seen = torch.stack(self.all_gather(mine, name="Ranks"))
@@ -88,11 +88,11 @@ class Ranks:
             self._store = self._group.get_group_store() if hasattr(self._group, "get_group_store") else None
 
     def barrier(self) -> None:
-        """Wait until every rank has come here."""
+        """Wait until every rank has arrived."""
         self._any(False, "barrier")
 
     def agree(self, trouble: Exception | None, elsewhere: Exception) -> None:
-        """Raise on every rank when one has trouble: its own there, `elsewhere` on the others. Otherwise a barrier."""
+        """Raise on every rank if one has trouble: its own error there, `elsewhere` on the others. Otherwise a barrier."""
         anywhere = self._any(trouble is not None, "agree")
         if trouble is not None:
             raise trouble
@@ -100,7 +100,7 @@ class Ranks:
             raise elsewhere
 
     def check_alike(self, settings: Mapping[str, Any]) -> None:
-        """Raise ConfigError on all ranks where one was given other settings than rank 0, by the names of settings."""
+        """Raise ConfigError on all ranks if one has different settings from rank 0; the message names the settings."""
         found = self.gather_objects(dict(settings))
         for rank, (name, value) in ((r, item) for r, one in enumerate(found) for item in one.items()):
             if value != found[0].get(name):
@@ -116,12 +116,12 @@ class Ranks:
         array[:] = moved.cpu().numpy()
 
     def broadcast_array(self, array: npt.NDArray[Any]) -> None:
-        """Fill `array`, of the same shape and type on every rank, with rank 0's."""
+        """Fill `array`, which has the same shape and type on every rank, with the values of rank 0."""
         self._broadcast(moved := torch.from_numpy(array).to(self._device), "broadcast_array")
         array[:] = moved.cpu().numpy()
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's value, on every rank; anything that JSON can hold."""
+        """The value of rank 0, on every rank; it must be representable in JSON."""
         data = _packed(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
         self._broadcast(length := torch.tensor([len(data)], device=self._device), "broadcast")
         moved = (
@@ -133,16 +133,16 @@ class Ranks:
         return _unpacked(moved.cpu())
 
     def gather_objects(self, value: T) -> list[T]:
-        """What each rank passed, by rank; anything that JSON can hold."""
+        """The values of all ranks, in order of rank; they must be representable in JSON."""
         return [_unpacked(part) for part in self.all_gather_ragged(_packed(value), name="gather_objects")]
 
     def node_gather(self, value: T) -> list[T]:
-        """What each rank of this node passed."""
+        """The values of all ranks of this node."""
         parts = self.gather_objects(value)
         return [parts[rank] for rank in self.node_ranks]
 
     def node_broadcast(self, value: T) -> T:
-        """What the first rank of this node passed."""
+        """The value of the first rank of this node."""
         return self.gather_objects(value)[self.node_leader]
 
     def all_gather(self, tensor: Tensor, *, name: str = "all_gather") -> list[Tensor]:
@@ -153,14 +153,14 @@ class Ranks:
         return [part.cpu() for part in out]
 
     def all_gather_ragged(self, tensor: Tensor, *, name: str = "all_gather_ragged") -> list[Tensor]:
-        """Tensors [n] of any length from all ranks: padded to the longest, since all_gather wants equal sizes."""
+        """Tensors [n] of any length from all ranks: padded to the longest, since all_gather needs equal sizes."""
         lengths = [int(n) for n in self.all_gather(torch.tensor([len(tensor)]), name=name)]
         padded = torch.zeros(max(lengths), dtype=tensor.dtype)
         padded[: len(tensor)] = tensor
         return [part[:n] for part, n in zip(self.all_gather(padded, name=name), lengths, strict=True)]
 
     def _let_go(self) -> None:
-        """Hold on to the group no longer: its threads end with the last reference to it."""
+        """Release the group: its threads end with the last reference to it."""
         self._group = self._store = None
 
     def _any(self, here: bool, name: str) -> bool:
@@ -179,8 +179,8 @@ class Ranks:
     def _wait(self, name: str, begin: Callable[[Any], Any], options: Any) -> None:
         """Begin a collective and wait for its end, until the deadline.
 
-        On the CPU the deadline is the collective's own time-out, and we wait until it has failed. One that is still under way
-        keeps the process from ending, or aborts it. NCCL would end the process at its time-out, so there we are first.
+        On the CPU the deadline is the collective's own timeout, and we wait until it has failed: a collective that is still
+        running keeps the process from ending, or aborts it. NCCL would end the process at its timeout, so we give up first.
         """
         self._count += 1
         try:
@@ -209,7 +209,7 @@ class Ranks:
         )
 
     def _behind(self) -> list[int]:
-        """Ranks that have begun fewer collectives than this one."""
+        """The ranks that have begun fewer collectives than this one."""
         found: list[int] = []
         store = self._store
         if store is None:
@@ -239,7 +239,7 @@ def _leave() -> None:
 
 
 def started_late(ranks: Ranks | None) -> bool:
-    """True if a process group was made after `ranks` were looked for and none were found."""
+    """True if a process group was created after we had looked for `ranks` and found none."""
     return ranks is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -251,7 +251,7 @@ def current_ranks() -> Ranks | None:
 
 
 def local_rank() -> int:
-    """The number of this process on its node, as torchrun says; 0 without it."""
+    """The local rank of this process as set by torchrun; 0 without it."""
     return int(os.environ.get("LOCAL_RANK") or 0)
 
 
@@ -285,7 +285,7 @@ def _dimension(mesh: DeviceMesh, dim: str | None) -> dist.ProcessGroup:
 
 
 def _patience(group: dist.ProcessGroup, device: torch.device) -> float:
-    """A little less than the time-out that the group was made with, or that torch gives it by default."""
+    """A little less than the timeout that the group was created with, or torch's default."""
     seconds = DEADLINES.get(dist.get_backend(group), OTHER_DEADLINE)
     with contextlib.suppress(AttributeError, RuntimeError):  # only some backends tell
         seconds = group._get_backend(device).options._timeout.total_seconds()  # pyright: ignore
@@ -293,7 +293,7 @@ def _patience(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def _wait_on_gpu(work: Any, deadline: float) -> None:
-    """NCCL's own wait returns at once; what follows would then wait without a deadline."""
+    """Wait with a deadline; NCCL's own wait returns at once, and later work would wait without one."""
     end, pause = time.monotonic() + deadline, 0.00002
     while not work.is_completed():
         if time.monotonic() > end:
@@ -313,7 +313,7 @@ def _unpacked(data: Tensor) -> Any:
 
 
 def _node() -> int:
-    """A number that is equal for processes of one running node and differs between nodes."""
+    """A number that is the same for all processes of a running node and differs between nodes."""
     name = socket.gethostname()
     with contextlib.suppress(OSError):
         name += Path("/proc/sys/kernel/random/boot_id").read_text()

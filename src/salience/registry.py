@@ -44,9 +44,8 @@ class Card:
 
     needs: tuple[str, ...] = ()
     """Ledger columns it reads that are empty unless `loss()` is given more than the losses, e.g. `margin`; "reference":
-    what another model thinks, the argument `reference=`; "copies": near-copies among the samples, in `view.copies`, found with
-    the plug-in's options `ratio` and `visits` where it has them; "trial": the outcomes of trials on hard samples, in
-    `view.trial`."""
+    the opinion of another model, from `reference=`; "copies": near-copies among the samples, in `view.copies`, found with the
+    plug-in's options `ratio` and `visits` if it has them; "trial": the outcomes of trials on hard samples, in `view.trial`."""
     unbiased: bool = False
     """Samplers: the stated inclusion probabilities are exact, so weights 1/p give the full gradient in expectation."""
     exact: bool = True
@@ -96,7 +95,7 @@ def _installed(kind: str) -> Mapping[str, Origin]:
 
 
 def forget_installed() -> None:
-    """Look at the installed entry points again; for tests and for packages installed while running."""
+    """Read the installed entry points again, for tests and for packages installed while running."""
     _installed.cache_clear()
 
 
@@ -112,7 +111,7 @@ def catalogue(kind: str) -> list[Origin]:
 
 
 def find(kind: str, name: str | PluginFunction) -> PluginFunction:
-    """The plug-in of that name; a callable is taken as it is."""
+    """The plug-in with that name; a callable is returned unchanged."""
     if not isinstance(name, str):
         return name
     table = _installed(kind)
@@ -131,7 +130,7 @@ def find(kind: str, name: str | PluginFunction) -> PluginFunction:
 
 
 def check_options(kind: str, name: str, plugin: PluginFunction, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError when an option is not a keyword-only argument of the plug-in."""
+    """Raise ConfigError if an option is not a keyword-only argument of the plug-in."""
     parameters = inspect.signature(plugin).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return

@@ -40,9 +40,9 @@ SHAPES: dict[str, Callable[[float], float]] = {"one_cycle": one_cycle, "cosine":
 
 
 class ProgressLR(LRScheduler):
-    """Sets every learning rate to its first value times `shape(loader.progress)`; call `step()` after each batch.
+    """Sets every learning rate to its initial value times `shape(loader.progress)`; call `step()` after each batch.
 
-    Where the loader has an `lr_scale` (steps = "constant" shrinks batches), that is a factor too.
+    If the loader has an `lr_scale` (steps = "constant" shrinks batches), the rate is also multiplied by that.
 
     `shape` is a function of progress in [0, 1] or the name of one: "one_cycle", "cosine", "linear". Progress
     counts sample visits, so the schedule ends with the run whatever was skipped.

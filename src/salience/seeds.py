@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 PLAN, PICK, WORKERS, AUGMENT, PEEK, TIES, EVEN, STATIC, TRIAL = range(9)
-"""First element of a path: what the numbers are for, so that no two purposes share a stream."""
+"""First element of a path, which names the purpose, so that no two purposes share a stream."""
 
 
 def generator(seed: int, *path: int) -> np.random.Generator:

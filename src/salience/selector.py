@@ -33,7 +33,7 @@ class Selector(Door):
                 losses = F.cross_entropy(model(x[ids]), y[ids], reduction="none")
                 selector.loss(losses).backward(); ...
 
-    `loss` applies the weights itself; they are handed out for those who reduce on their own.
+    `loss` applies the weights itself; they are delivered for loops that reduce the losses themselves.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Student's t, the paired test (the mean of differences and the interval in which it lies), and means of what is known."""
+"""Student's t, the paired test (a mean of differences with its confidence interval), and means that skip NaN."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from salience.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """A mean over pairs, and the ends of its confidence interval; a single pair has no ends."""
+    """A mean over pairs, and the ends of its confidence interval; a single pair has no interval."""
 
     mean: float
     low: float | None
@@ -28,7 +28,7 @@ class Interval:
 
 
 def paired_interval(differences: Sequence[float], level: float = 0.95) -> Interval | None:
-    """mean +- t(n - 1) * s / sqrt(n) of paired differences, two-sided; None without any."""
+    """mean +- t(n - 1) * s / sqrt(n) of paired differences, two-sided; None if there are none."""
     count = len(differences)
     if not count:
         return None

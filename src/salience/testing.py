@@ -1,4 +1,4 @@
-"""The conformance kit: what every plug-in must do, ours and yours.
+"""The conformance kit: checks that every plug-in, built in or your own, must pass.
 
 from salience.testing import check_plugin
 def test_my_score(): check_plugin("scores", my_score)
@@ -24,7 +24,7 @@ N, CLASSES, WINDOWS = 240, 6, 12
 
 
 def sample_ledger(*, windows: int = 4, seed: int = 0) -> Ledger:
-    """A ledger as training leaves it: classes, some samples hard, some labels wrong, the last 10 never seen."""
+    """A ledger like one after training: with classes, some hard samples, some wrong labels, and 10 samples never seen."""
     rng = np.random.default_rng(seed)
     ledger = Ledger(N)
     label = rng.integers(0, CLASSES, N)
@@ -45,15 +45,15 @@ def sample_ledger(*, windows: int = 4, seed: int = 0) -> Ledger:
 
 
 def sample_reference() -> Reference:
-    """Two other models' opinion on the samples of `sample_ledger`."""
+    """The opinions of two other models on the samples of `sample_ledger`."""
     return reference_of([sample_ledger(seed=1), sample_ledger(seed=2).mean_loss], N)
 
 
 def check_plugin(kind: str, plugin: str | Callable[..., Any], **options: Any) -> None:
-    """Raise AssertionError, saying what is wrong, unless the plug-in keeps the contract of its kind.
+    """Raise AssertionError with the reason unless the plug-in keeps the contract of its kind.
 
-    Shape, type and range of the result; the same result for the same input; nothing it was given changed;
-    a whole plan made with it, on a ledger with history and on an empty one.
+    Checks shape, type and range of the result; the same result for the same input; that arguments are unchanged; and a
+    whole plan made with it, on a ledger with history and on an empty one.
     """
     checks = {"filters": _filter, "scores": _score, "samplers": _sampler, "curves": _curve}
     if kind not in checks:

@@ -239,8 +239,8 @@ def test_pixel_statistics_leave_broken_images_out(tmp_path: Path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (("notes.txt",), "holds no images"),
-        (("a/notes.txt",), "holds no images"),
+        (("notes.txt",), "contains no images"),
+        (("a/notes.txt",), "contains no images"),
         (("1.png",), "no class folders"),
         (("train/1.png", "test/a/1.png"), "no class folders"),
         (("a/1.png", "b/2.png"), "there is none to hold out"),

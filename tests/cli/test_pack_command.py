@@ -88,7 +88,7 @@ def test_shards_of_others_get_an_index_once(capsys: pytest.CaptureFixture[str], 
     assert main(["pack", "--check", "shards"]) == 0
     assert "0 checksums fit, the others are not known" in capsys.readouterr().out
     assert main(["pack", "--index-only", "shards"]) == 2
-    assert "remove it to make it anew" in capsys.readouterr().err
+    assert "remove it to make it again" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_one_sentence_and_the_next_run_goes_on(place: Path):
@@ -125,7 +125,7 @@ def test_a_second_pack_into_the_same_folder_is_refused(capsys: pytest.CaptureFix
         (["data", "out", "--shard-size", "many"], "'many' is not a size"),
         (["data", "out", "--jobs", "0"], "--jobs is 0"),
         (["data", "out", "--shuffle-seed", "-1"], "shuffle seed is -1"),
-        (["data", "data/out"], "lies inside"),
+        (["data", "data/out"], "is inside"),
         (["nothing", "out"], "There is no folder"),
         (["--check", "nothing"], "There is no byte index"),
         (["--index-only", "nothing"], "There is no folder"),

@@ -199,7 +199,7 @@ def test_ctrl_c_says_how_to_go_on(place: Path):
     stopped = salience(*given, cwd=place, END_BY="SIGINT:8")
     assert stopped.returncode == 130
     assert stopped.stderr.splitlines() == [
-        "salience: interrupted; go on from the last checkpoint with: salience train --resume --out out --model ending:Model"
+        "salience: interrupted; continue from the last checkpoint with: salience train --resume --out out --model ending:Model"
     ]
     early = salience(*given, "--out", "early", cwd=place, END_BY="SIGINT:2")
     assert early.returncode == 130
@@ -281,8 +281,8 @@ def test_a_half_written_checkpoint_is_said_and_the_one_before_used(left: float, 
     assert main(["train", "--resume", "--out", "out"]) == 0
     said = capsys.readouterr().out.splitlines()[0]
     assert said == (
-        "The checkpoint 'out/last.pt' is damaged or half-written. It is kept as last.pt.damaged; going on from "
-        "previous.pt, the checkpoint before."
+        "The checkpoint 'out/last.pt' is damaged or half-written. It is kept as last.pt.damaged; continuing from "
+        "previous.pt, the previous checkpoint."
     )
     assert same(parameters(), whole)
 
@@ -332,7 +332,7 @@ def test_a_checkpoint_of_other_data_or_settings_is_refused(capsys: pytest.Captur
     capsys.readouterr()
     photos(Path("birds"), prefix="bird-")
     assert main([*options(data="birds"), "--resume"]) == 2
-    assert "is of other data: classes '0', '1', '2', '3' there, 'bird-0'" in sentence(capsys)
+    assert "has other data: classes '0', '1', '2', '3' there, 'bird-0'" in sentence(capsys)
     (Path("data/0") / "new.png").write_bytes(next(Path("data/0").glob("*.png")).read_bytes())
     assert main(["train", "--resume", "--out", "out"]) == 2
     assert "was made from other images" in sentence(capsys)
@@ -365,7 +365,7 @@ def test_a_broken_image_is_named_and_stood_in_for(capsys: pytest.CaptureFixture[
     broken.write_bytes(b"no image")
     assert main([*options(), "--max-broken", "0.1"]) == 0
     said = capsys.readouterr().out
-    assert said.count("is broken and another stands in for it") == 1
+    assert said.count("is broken and was replaced by another") == 1
     assert f"image '2/{broken.name}'" in said
 
 

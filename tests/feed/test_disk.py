@@ -308,7 +308,7 @@ def test_a_folder_that_cannot_be_one_is_a_warning(tmp_path, said, place):
     assert tier.get(range(3)) == {}
     assert tier.counts.refused == 3
     assert len(said) == 1
-    assert "cannot be read (Not a directory); the run goes on without it" in said[0]
+    assert "cannot be read (Not a directory); the run continues without it" in said[0]
 
 
 def test_a_file_that_cannot_be_read_turns_the_tier_off(tmp_path, said):

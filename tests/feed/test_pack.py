@@ -226,7 +226,7 @@ def test_a_shard_size_below_one_file_an_empty_folder_and_out_inside_dir_are_one_
     refused(ConfigError, "alone takes .* larger --shard-size", folder, tmp_path / "out", 2000)
     refused(DataError, "holds no files to pack", tmp_path / "empty", tmp_path / "out")
     refused(DataError, "There is no folder", tmp_path / "nothing", tmp_path / "out")
-    refused(ConfigError, "lies inside", folder, folder / "out")
+    refused(ConfigError, "is inside", folder, folder / "out")
     refused(DataError, "splits train, val, which must not mix", tmp_path / "split", tmp_path / "out")
     refused(DataError, r"remove \.cls files", tmp_path / "cls", tmp_path / "out")
 

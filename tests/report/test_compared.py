@@ -8,13 +8,13 @@ import pytest
 from runs import long_log
 
 from salience.report.compared import against, arms_of, compare, rows, sentences
+from salience.report.reader import read_log, story_of
 from salience.report.story import Result, Story
-from salience.report.telling import read_log, tell
 
 
 @pytest.fixture
 def story(tmp_path) -> Story:
-    return tell(read_log(long_log(tmp_path / "x.jsonl", 4)), name="run")
+    return story_of(read_log(long_log(tmp_path / "x.jsonl", 4)), name="run")
 
 
 def variant(story: Story, name: str, *, seed: int, metric: float, seconds: float = 2.0, share: float = 0.5) -> Story:

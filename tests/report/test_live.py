@@ -17,8 +17,8 @@ from torch.utils.data import TensorDataset
 import salience
 from salience.errors import ConfigError
 from salience.events import Confusion, EventLog, MachineUse, WindowClosed
+from salience.report.reader import read_log, story_of
 from salience.report.story import shown
-from salience.report.telling import read_log, tell
 from salience.report.text import verdict
 from salience.select.classes import MAX_CONFUSIONS, confusions
 from salience.watch.usage import MAX_SAMPLES_PER_WINDOW, Meter, UsageRecord
@@ -99,7 +99,7 @@ def test_windows_tell_their_loss_learning_rate_and_how_busy_the_machine_was(prob
     losses = [end.loss for end in ends]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] == pytest.approx(float(loader.ledger.last_loss.mean()))
-    story = tell(read_log(tmp_path / "run.jsonl"), name="x")
+    story = story_of(read_log(tmp_path / "run.jsonl"), name="x")
     assert len(story.usage) >= 3
     assert all(0 <= one.cpu <= 1 and 0 <= one.memory <= 1 for one in story.usage)
     assert [one.seconds for one in story.usage] == sorted(one.seconds for one in story.usage)
@@ -158,7 +158,7 @@ def test_the_verdict_says_what_auto_did(tmp_path: Path):
     log.emit("window", window=0, batches=1, of=1, finished=True, seconds=1.0, usage=[])
     log.emit("decision", window=1, lever="num_workers=2", action="keep", measured=1.5)
     log.emit("decision", window=2, lever='treat="reuse"', action="undo", measured=0.9)
-    said = verdict(tell(read_log(tmp_path / "run.jsonl"), name="x"))
+    said = verdict(story_of(read_log(tmp_path / "run.jsonl"), name="x"))
     assert 'auto kept num_workers=2 (1.50x as fast) and tried and undid treat="reuse".' in said
 
 
@@ -168,4 +168,4 @@ def test_a_resumed_run_continues_the_curve_of_its_machine(tmp_path: Path):
         used = MachineUse(seconds=seconds, cpu=0.5, memory=0.5, disk=0, network=0)
         log.emit("plan", window=window, picked=10, population=10)
         log.emit(WindowClosed(window=window, batches=1, of=1, finished=True, seconds=1.0, usage=(used,)))
-    assert [one.seconds for one in tell(read_log(tmp_path / "run.jsonl"), name="x").usage] == [5.0, 9.0, 11.0]
+    assert [one.seconds for one in story_of(read_log(tmp_path / "run.jsonl"), name="x").usage] == [5.0, 9.0, 11.0]

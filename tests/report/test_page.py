@@ -19,7 +19,7 @@ from salience.errors import MissingExtra
 from salience.events import EventLog
 from salience.report.compared import against, compare
 from salience.report.html import comparison_page, page
-from salience.report.telling import read_log, tell
+from salience.report.reader import read_log, story_of
 from salience.report.text import sections
 from salience.report.words import percent
 
@@ -80,7 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     less, everything = str(folder / "less"), str(folder / "all")
     assert main(["report", less, "--baseline", everything, "-o", str(folder / "report.html")]) == 0
     assert main(["compare", everything, less, "-o", str(folder / "compare.html")]) == 0
-    (folder / "long.html").write_text(page(tell(read_log(long_log(folder / "long.jsonl", 500)), name="long")))
+    (folder / "long.html").write_text(page(story_of(read_log(long_log(folder / "long.jsonl", 500)), name="long")))
     return folder
 
 
@@ -116,14 +116,14 @@ def test_every_section_with_something_in_it_is_there_the_verdict_first(folder):
 
 @pytest.mark.parametrize("epochs", [1, 2, 500])
 def test_a_run_of_any_length_has_its_page(tmp_path, epochs):
-    story = tell(read_log(long_log(tmp_path / "x.jsonl", epochs)), name="x")
+    story = story_of(read_log(long_log(tmp_path / "x.jsonl", epochs)), name="x")
     found = Checked(page(story, baseline=against(story, story)))
     assert found.tags.count("svg") == 7
     assert f"{500 * epochs:,} of {1000 * epochs:,}" in found.text
 
 
 def test_where_the_time_went_and_what_was_decided_is_told(tmp_path):
-    text = page(tell(read_log(long_log(tmp_path / "x.jsonl", 4)), name="x"))
+    text = page(story_of(read_log(long_log(tmp_path / "x.jsonl", 4)), name="x"))
     assert re.findall(r'<section id="(\w+)"', text).count("decisions") == 1
     found = Checked(text).text
     assert "Input-bound: <i>so</i> it is." in found
@@ -146,13 +146,13 @@ def test_without_a_verdict_the_seconds_say_where_the_time_went(folder):
 
 
 def test_reasons_that_differ_in_numbers_alone_are_one_row(tmp_path):
-    text = page(tell(read_log(long_log(tmp_path / "x.jsonl", 30)), name="x"))
+    text = page(story_of(read_log(long_log(tmp_path / "x.jsonl", 30)), name="x"))
     assert len(re.findall(r'<th scope="row">filter_\d', text)) == 2
     assert "1 to 30" in text
 
 
 def test_many_runs_are_compared_on_one_page(tmp_path):
-    stories = [tell(read_log(long_log(tmp_path / f"{i}.jsonl", i + 1)), name=f"run {i}") for i in range(9)]
+    stories = [story_of(read_log(long_log(tmp_path / f"{i}.jsonl", i + 1)), name=f"run {i}") for i in range(9)]
     found = Checked(comparison_page(compare(stories)))
     assert found.text.count("against run 0") == 8
 

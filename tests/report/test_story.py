@@ -18,8 +18,8 @@ from salience.cli.opening import open_run
 from salience.errors import StateError
 from salience.events import EventLog
 from salience.report.html import page
+from salience.report.reader import read_log, story_of
 from salience.report.story import Story, shown
-from salience.report.telling import read_log, tell
 from salience.report.text import verdict
 from salience.report.words import loss, seconds, short, size
 
@@ -36,8 +36,8 @@ def selected(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(tmp_path_factory.mktemp("selected"), "less", select="default")
 
 
-def story_of(log: Path, **more) -> Story:
-    return tell(read_log(log), name="run", **more)
+def story_in(log: Path, **more) -> Story:
+    return story_of(read_log(log), name="run", **more)
 
 
 def add(log: Path, kind: str, **fields) -> None:
@@ -91,7 +91,7 @@ def test_the_samples_shown_have_names_and_are_at_most_sixty(observed):
 
 
 def test_the_log_alone_tells_all_but_names(observed):
-    alone, whole = story_of(observed / "run.jsonl"), open_run(str(observed)).story
+    alone, whole = story_in(observed / "run.jsonl"), open_run(str(observed)).story
     assert (alone.visits, alone.seconds, alone.evaluations) == (whole.visits, whole.seconds, whole.evaluations)
     assert alone.findings == whole.findings
     assert (alone.classes, alone.files) == (None, {})
@@ -134,7 +134,7 @@ def test_a_cache_is_told_by_its_own_counts(tmp_path):
         for x, _y in loader:
             loader.loss(x.float())
     loader.report()
-    story = story_of(tmp_path / "x.jsonl")
+    story = story_in(tmp_path / "x.jsonl")
     counts = [event for event in events.read(tmp_path / "x.jsonl") if event["kind"] == "feed"][-1]
     assert story.feed["requests"] == counts["requests"] > 0
     assert story.feed["cache_bound_bytes"] == counts["cache"]["bound_bytes"] > 0
@@ -153,7 +153,7 @@ def test_the_share_that_was_steered_is_a_decision(tmp_path):
     log = EventLog(long_log(tmp_path / "x.jsonl", 3))
     moved = {"from": 0.4, "to": 0.6, "metric": 0.5, "mean": 0.7, "spread": 0.01, "reason": "below the band"}
     log.emit("steered", window=2, **moved)
-    story = story_of(tmp_path / "x.jsonl")
+    story = story_in(tmp_path / "x.jsonl")
     assert [(one.before, one.after, one.reason) for one in story.steered] == [(0.4, 0.6, "below the band")]
     assert "40% to 60%" in page(story)
 
@@ -170,11 +170,11 @@ def test_what_was_reused_of_the_augmentation_is_told(tmp_path, problem):
     model = make_model()
     for _ in range(4):
         steps(loader, model)
-    treated = story_of(tmp_path / "x.jsonl").treated
+    treated = story_in(tmp_path / "x.jsonl").treated
     last = [event for event in events.read(tmp_path / "x.jsonl") if event["kind"] == "treat"][-1]
     assert (treated.visits, treated.reused) == (last["visits"], last["reused"])
     assert list(treated.costs_us) == list(last["costs_us"])
-    assert "<h2>Augmentation</h2>" in page(story_of(tmp_path / "x.jsonl"))
+    assert "<h2>Augmentation</h2>" in page(story_in(tmp_path / "x.jsonl"))
 
 
 def _twice(x: torch.Tensor) -> torch.Tensor:
@@ -200,7 +200,7 @@ def test_a_resumed_run_has_the_figures_of_one_never_stopped(tmp_path, problem):
                 loader = steps_lost
             steps(loader, model)
             loader.evaluated(window / 4)
-        return story_of(log)
+        return story_in(log)
 
     whole, resumed = go(tmp_path / "whole.jsonl", False), go(tmp_path / "resumed.jsonl", True)
     assert (resumed.visits, resumed.full) == (whole.visits, whole.full)
@@ -215,7 +215,7 @@ def test_results_that_were_done_again_after_a_resume_count_once(tmp_path):
     first.emit("plan", window=2, picked=500, population=1000, progress=0.5, filters=[])
     first.emit("window", window=2, batches=50, of=50, finished=True, seconds=0.5, overhead={"plan": 1.0})
     first.emit("evaluated", metric=0.9, progress=0.75, window=3)
-    story = story_of(tmp_path / "x.jsonl")
+    story = story_in(tmp_path / "x.jsonl")
     assert [one.metric for one in story.evaluations] == [0.5, pytest.approx(2 / 3), 0.9]
     assert story.visits == 1500
     assert story.seconds == pytest.approx(2.0)  # what was done twice took its time twice
@@ -227,7 +227,7 @@ def test_of_runs_one_after_the_other_in_one_log_the_last_is_told(tmp_path, probl
         loader, model = looped(tmp_path / "x.jsonl", problem, epochs=epochs), make_model()
         for _ in range(epochs):
             steps(loader, model)
-    story = story_of(tmp_path / "x.jsonl")
+    story = story_in(tmp_path / "x.jsonl")
     assert (len(story.windows), story.run.epochs) == (2, 2)
     assert story.notes == (
         "The log holds 2 runs, one after the other; this is the last. Give each run a log of its own.",
@@ -238,7 +238,7 @@ def test_two_runs_that_wrote_one_log_at_once_are_told_apart_from_one(tmp_path):
     both = EventLog(tmp_path / "x.jsonl"), EventLog(tmp_path / "x.jsonl")
     for log in both:
         log.emit("run", salience=salience.__version__, population=3, seed=0, select="observe")
-    assert any("two runs wrote to this log at once" in note for note in story_of(tmp_path / "x.jsonl").notes)
+    assert any("two runs wrote to this log at once" in note for note in story_in(tmp_path / "x.jsonl").notes)
 
 
 @pytest.mark.parametrize("interval", [[], [1.0], ["a", 2], {"low": 1}, 5])
@@ -246,7 +246,7 @@ def test_odd_decisions_are_counted_and_left_out(tmp_path, interval):
     long_log(tmp_path / "x.jsonl", 3)
     add(tmp_path / "x.jsonl", "decision", window=1, lever="x", action="try", reason="", interval=interval)
     add(tmp_path / "x.jsonl", "verdict", text="so it is", levers=[{"name": "x"}])
-    story = story_of(tmp_path / "x.jsonl")
+    story = story_in(tmp_path / "x.jsonl")
     assert len(story.decisions) == 2
     assert any(
         "2 events with missing or wrong fields were left out: decision, verdict." in note for note in story.notes
@@ -257,7 +257,7 @@ def test_odd_decisions_are_counted_and_left_out(tmp_path, interval):
 def test_a_profile_before_the_run_belongs_to_it(tmp_path, problem):
     EventLog(tmp_path / "x.jsonl").emit("verdict", bound="input", text="Input-bound.", levers=[])
     steps(looped(tmp_path / "x.jsonl", problem, epochs=1), make_model())
-    story = story_of(tmp_path / "x.jsonl")
+    story = story_in(tmp_path / "x.jsonl")
     assert [one.text for one in story.bottlenecks] == ["Input-bound."]
     assert not any("2 runs" in note for note in story.notes)
 
@@ -266,7 +266,7 @@ def test_a_profile_before_the_run_belongs_to_it(tmp_path, problem):
 def test_a_log_cut_off_anywhere_is_told_as_far_as_it_goes(selected, tmp_path, share):
     data = (selected / "run.jsonl").read_bytes()
     (tmp_path / "run.jsonl").write_bytes(data[: data.rindex(b"}", 0, int(share * len(data)))])
-    cut, whole = story_of(tmp_path / "run.jsonl"), story_of(selected / "run.jsonl")
+    cut, whole = story_in(tmp_path / "run.jsonl"), story_in(selected / "run.jsonl")
     assert any("cut off in the middle of a line" in note for note in cut.notes)
     assert cut.evaluations == whole.evaluations[: len(cut.evaluations)]
     done = sum(window.finished for window in cut.windows)
@@ -301,7 +301,7 @@ def test_a_log_that_is_not_there_is_one_clear_sentence(tmp_path):
 
 def test_what_is_unknown_newer_or_lacks_something_is_left_out_and_counted(tmp_path):
     path = long_log(tmp_path / "x.jsonl", 2)
-    before = story_of(path)
+    before = story_in(path)
     add(path, "levitated", height=3)
     add(path, "levitated", height=4)
     add(path, "plan", window="third")
@@ -309,7 +309,7 @@ def test_what_is_unknown_newer_or_lacks_something_is_left_out_and_counted(tmp_pa
     add(path, "window", v=3)
     with path.open("a") as file:
         file.write('not json\n{"kind": "window", "seconds": NaN}\n')
-    story = story_of(path)
+    story = story_in(path)
     assert (story.visits, story.seconds, story.findings) == (before.visits, before.seconds, None)
     assert story.notes == (
         "2 lines of the log could not be read.",
@@ -328,17 +328,17 @@ def test_any_field_of_any_event_may_be_wrong(selected, tmp_path):
             value = junk[(event["seq"] + len(key)) % len(junk)]
             others = [line for line in whole if json.loads(line).get("seq") != event["seq"]]
             (tmp_path / "x.jsonl").write_text("\n".join([*others, json.dumps({**event, key: value}), ""]))
-            verdict(story_of(tmp_path / "x.jsonl"))
-    assert page(story_of(tmp_path / "x.jsonl"))
+            verdict(story_in(tmp_path / "x.jsonl"))
+    assert page(story_in(tmp_path / "x.jsonl"))
 
 
 def test_another_version_and_a_missing_beginning_are_said(tmp_path):
     path = long_log(tmp_path / "x.jsonl", 1)
     _, first, *rest = path.read_text().splitlines(keepends=True)
     path.write_text(first.replace(f'"salience": "{salience.__version__}"', '"salience": "0.0.1"') + "".join(rest))
-    assert story_of(path).notes[0].startswith("The run was made with salience 0.0.1; this report was made with ")
+    assert story_in(path).notes[0].startswith("The run was made with salience 0.0.1; this report was made with ")
     path.write_text("".join(rest))
-    story = story_of(path)
+    story = story_in(path)
     assert story.notes[0].startswith("The log has no `run` event")
     assert story.visits == 500
 

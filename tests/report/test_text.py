@@ -14,7 +14,7 @@ from salience.curves import Shorter
 from salience.events import build
 from salience.report import words
 from salience.report.html import page
-from salience.report.telling import read_log, tell
+from salience.report.reader import read_log, story_of
 from salience.report.text import render, sections, verdict
 from salience.report.words import cost
 
@@ -124,24 +124,24 @@ def test_the_page_says_the_same_from_the_log(tmp_path: Path):
     for name, metrics in (("settled", SETTLED), ("rising", RISING)):
         selector = observed(metrics, log=tmp_path / f"{name}.jsonl")
         _, *lines, _ = said(selector)
-        assert " ".join(lines) in verdict(tell(read_log(tmp_path / f"{name}.jsonl"), name=name))
+        assert " ".join(lines) in verdict(story_of(read_log(tmp_path / f"{name}.jsonl"), name=name))
 
 
 def test_the_page_does_not_advise_selection_to_a_run_that_was_still_learning(tmp_path: Path):
     observed(RISING, log=tmp_path / "x.jsonl").report()
-    assert "Selection is not advised for this run;" in verdict(tell(read_log(tmp_path / "x.jsonl"), name="x"))
+    assert "Selection is not advised for this run;" in verdict(story_of(read_log(tmp_path / "x.jsonl"), name="x"))
 
 
 def test_the_page_knows_when_less_is_enough_without_a_report_having_been_asked_for(tmp_path: Path):
     observed(SETTLED, log=tmp_path / "x.jsonl")
-    story = tell(read_log(tmp_path / "x.jsonl"), name="x")
+    story = story_of(read_log(tmp_path / "x.jsonl"), name="x")
     assert story.forecast is None
     assert "10 of 20 epochs would be enough" in verdict(story)
 
 
 def test_the_page_of_a_run_that_selected_does_not_judge_a_shorter_one(tmp_path: Path):
     observed(RISING, select="uniform", log=tmp_path / "x.jsonl").report()
-    story = tell(read_log(tmp_path / "x.jsonl"), name="x")
+    story = story_of(read_log(tmp_path / "x.jsonl"), name="x")
     assert story.shorter is None
     assert "Over 20 epochs, selection made 2,000 visits instead of 4,000 (50% fewer)." in verdict(story)
 
@@ -246,7 +246,7 @@ def test_the_text_of_a_log_has_the_sentences_of_the_page(tmp_path: Path):
     pytest.importorskip("jinja2")
     selector = observed(SETTLED, log=tmp_path / "x.jsonl")
     selector.report()
-    story = tell(read_log(tmp_path / "x.jsonl"), name="x")
+    story = story_of(read_log(tmp_path / "x.jsonl"), name="x")
     shown = page(story)
     for text in (verdict(story), *sections(story).values()):
         assert text in shown.replace("&#39;", "'")

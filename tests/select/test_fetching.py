@@ -12,7 +12,7 @@ from salience.config import Fetching, SelectConfig, Use
 from salience.errors import ConfigError
 from salience.ledger import Ledger
 from salience.select import Pipeline
-from salience.select.fetching import Stock, exchange, refresh_set, resident_first
+from salience.select.fetching import Stock, refresh_set, resident_first, swap
 from salience.select.view import Clock, View
 
 N, CLASSES = 2000, 5
@@ -31,7 +31,7 @@ def world():
 
 def exchanged(world, ids, how, *, forced=None, allowed=None, stock=None, age=None):
     importance, label, ages, its, _ = world
-    return exchange(
+    return swap(
         ids, importance, stock or its, label=label, age=ages if age is None else age, forced=forced, allowed=allowed, how=how,
         rng=np.random.default_rng(0),
     )  # fmt: skip
@@ -105,7 +105,7 @@ def test_a_store_without_shards_or_classes_is_no_trouble(world):
     importance, _, _, stock, rng = world
     objects = dataclasses.replace(stock, shard=np.full(N, -1, np.int32))
     ids = rng.permutation(N)[:800]
-    found = exchange(
+    found = swap(
         ids,
         importance,
         objects,

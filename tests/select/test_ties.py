@@ -10,7 +10,7 @@ from salience.ledger import Ledger
 from salience.select import Candidates, Clock, Pipeline, View, preset
 from salience.select.contradictions import evidence, surest
 from salience.select.drawing import top
-from salience.select.fetching import Stock, exchange
+from salience.select.fetching import Stock, swap
 from salience.select.filters import coarse, tail
 from salience.select.reference import reference_of
 from salience.select.samplers import hide, ratio, slide
@@ -108,7 +108,7 @@ def test_an_exchange_prefers_no_class_among_samples_that_waited_equally_long():
     picked = rng.permutation(N)[: N // 2]
     stock = Stock(resident=np.zeros(N, bool), shard=np.full(N, -1, np.int32), offset=np.zeros(N, np.int64))
     age = np.where(np.isin(np.arange(N), picked), 1, 20)
-    found = exchange(
+    found = swap(
         picked[:400], np.zeros(N, np.float32), stock, label=SORTED, age=age, forced=None, allowed=None,
         how=Fetching(top=0.0), rng=rng,
     )  # fmt: skip

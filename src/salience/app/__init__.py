@@ -1,1 +1,1 @@
-"""What the command line trains: images, small models, checkpoints and the demo, on the front doors any user has."""
+"""What the command line trains: images, small models, checkpoints and the demo, built on the public front doors."""

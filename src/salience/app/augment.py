@@ -1,4 +1,4 @@
-"""Random crop and flip of whole batches on the device they are on.
+"""Random crop and flip of whole batches on their own device.
 
 The random numbers are always drawn on the CPU, so that a run gives the same batches on every device.
 """
@@ -20,7 +20,7 @@ def crop_flip(
     """Shift every image of [B, C, H, W] by up to `pad` pixels each way, mirrored at its edges; flip half.
 
     The same as reflect-padding by `pad` and cutting out H x W at random. `generator` is a CPU generator, which
-    moves on, or a seed: one number, or several such as (seed, epoch, step). Any dtype; the input is left alone.
+    advances, or a seed: one number, or several such as (seed, epoch, step). Any dtype; the input is not modified.
     """
     if x.ndim != 4:
         raise ConfigError(f"crop_flip takes a batch of images [B, C, H, W], not a tensor of shape {tuple(x.shape)}")

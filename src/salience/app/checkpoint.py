@@ -1,16 +1,16 @@
-"""What a training run leaves in its folder: checkpoints that are whole or not there, and its ledger.
+"""The files of a training run in its folder: checkpoints that are whole or absent, and its ledger.
 
     out/last.pt        the newest checkpoint
-    out/previous.pt    the one before, should the disk have damaged the newest
-    out/rank-1.pt      with --sync: what rank 1 alone knows, such as gradients that had stayed behind; so of each but rank 0
+    out/previous.pt    the one before, in case the disk has damaged the newest
+    out/rank-1.pt      with --sync: what only rank 1 knows, such as gradients not sent yet; likewise for every rank except 0
     out/ledger.npz     what is known of every sample, written at the end
     out/names.npz      the file of every sample, likewise
-    out/copies.npz     near-copies, where they were looked for
+    out/copies.npz     near-copies, if they were searched for
     out/run.jsonl      the event log
     out/scorer/        questions to a scorer elsewhere and its answers, with --remote-scores
     out/lock           id of the process that writes here now; removed when it ends
 
-A checkpoint is read with `weights_only=True` alone: loading one from a stranger runs no code of theirs.
+Checkpoints are read with `weights_only=True`, so loading one from a stranger does not run their code.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def exists(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def claimed(folder: Path) -> Generator[None]:
-    """Make the folder and lock it for this process; StateError if another one writes there.
+    """Create the folder and lock it for this process; raises StateError if another process writes there.
 
-    The lock ends with the process, however that ends; loader workers do not inherit it.
+    The lock ends with the process, whatever the reason; loader workers do not inherit it.
     """
     path, there = folder / LOCK, folder.exists()
     try:
@@ -83,7 +83,7 @@ def claimed(folder: Path) -> Generator[None]:
 
 
 def write(folder: Path, state: Mapping[str, Any]) -> None:
-    """Make `state` the newest checkpoint. A kill at any moment leaves a whole one: the new, or the one before."""
+    """Make `state` the newest checkpoint. A kill at any moment leaves a whole one: the new one or the previous one."""
     try:
         # One fixed name until it is whole, so that what a killed run left is overwritten by the next.
         with atomic(folder / LAST, part=folder / PART, previous=folder / PREVIOUS) as file:
@@ -91,20 +91,20 @@ def write(folder: Path, state: Mapping[str, Any]) -> None:
     except (OSError, RuntimeError) as cause:
         reason = _disk_error(cause) or str(cause).partition("\n")[0]
         raise StateError(
-            f"No checkpoint could be written to {str(folder)!r}: {reason}. The one before is intact; free some space "
-            "there and go on with --resume."
+            f"No checkpoint could be written to {str(folder)!r}: {reason}. The previous one is intact; free some space "
+            "there and continue with --resume."
         ) from cause
 
 
 def write_of_rank(folder: Path, rank: int, state: Mapping[str, Any]) -> None:
-    """Keep what one rank alone knows, before the checkpoint that it belongs to is written; the one before stays, too."""
+    """Save what only one rank knows, before the checkpoint it belongs to is written; the previous one is kept."""
     path = folder / f"rank-{rank}.pt"
     with atomic(path, part=path.with_suffix(".pt.part"), previous=path.with_suffix(".previous.pt")) as file:
         torch.save({"format": FORMAT, **state}, file)
 
 
 def read_of_rank(folder: Path, rank: int, stamp: Sequence[int]) -> dict[str, Any] | None:
-    """What that rank had kept when the checkpoint with this stamp was made; None where it is lost."""
+    """What that rank saved with the checkpoint that has this stamp; None if it is lost."""
     for name in (f"rank-{rank}.pt", f"rank-{rank}.previous.pt"):
         with contextlib.suppress(StateError):
             if (folder / name).exists() and (state := read(folder / name))["stamp"] == list(stamp):
@@ -113,13 +113,13 @@ def read_of_rank(folder: Path, rank: int, stamp: Sequence[int]) -> dict[str, Any
 
 
 def launch() -> str:
-    """The id that torchrun gave to this run and keeps when it restarts its ranks; empty without one of its own."""
+    """The unique id of this torchrun job, which stays the same when ranks are restarted; empty if there is none."""
     given = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return "" if given == "none" else given
 
 
 def restarted(folder: Path) -> bool:
-    """True if torchrun has restarted its ranks, and the checkpoint here is of the ranks before them."""
+    """True if torchrun has restarted its ranks, and the checkpoint here was written by the previous ones."""
     for path in (folder / LAST, folder / PREVIOUS) if launch() else ():
         with contextlib.suppress(StateError):
             if path.exists():
@@ -137,7 +137,7 @@ def _disk_error(error: BaseException | None) -> str:
 
 
 def newest(folder: Path, warn: Callable[[str], None]) -> dict[str, Any]:
-    """The newest checkpoint that is whole. A damaged one is named to `warn` and kept under another name."""
+    """The newest checkpoint that is whole. A damaged one is passed to `warn` and kept under another name."""
     damage = ""
     for name in (LAST, PREVIOUS):
         path = folder / name
@@ -150,17 +150,17 @@ def newest(folder: Path, warn: Callable[[str], None]) -> dict[str, Any]:
             continue
         if damage:  # out of the way: the next checkpoint makes last.pt the previous one, which must be whole
             os.replace(folder / LAST, folder / DAMAGED)
-            warn(f"{damage} It is kept as {DAMAGED}; going on from {name}, the checkpoint before.")
+            warn(f"{damage} It is kept as {DAMAGED}; continuing from {name}, the previous checkpoint.")
         return state
     if damage:
-        raise StateError(f"{damage} There is no other in {str(folder)!r}; start anew with another --out.")
+        raise StateError(f"{damage} There is no other in {str(folder)!r}; start a new run with another --out.")
     raise StateError(
         f"There is no checkpoint in {str(folder)!r} to resume from; start without --resume, or check --out."
     )
 
 
 def read(path: Path) -> dict[str, Any]:
-    """One checkpoint file, never running code from it."""
+    """Read one checkpoint file, never running code from it."""
     try:
         state: Any = torch.load(path, map_location="cpu", weights_only=True)
     except PermissionError as cause:
@@ -178,7 +178,7 @@ def check_fits(saved: Mapping[str, Any], config: TrainConfig, classes: Sequence[
     """Raise StateError if the checkpoint belongs to other data or settings."""
     if saved["classes"] != list(classes):
         raise StateError(
-            f"The checkpoint in {config.out!r} is of other data: classes {_few(saved['classes'])} there, "
+            f"The checkpoint in {config.out!r} has other data: classes {_few(saved['classes'])} there, "
             f"{_few(classes)} here; resume with the same --data, or choose another --out."
         )
     if saved["names"] != names:
@@ -201,7 +201,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def ledger_file(path: str | Path) -> Path:
-    """The ledger at `path`: the file itself, or the one of a run's folder."""
+    """Path of the ledger at `path`: the file itself, or the one in a run's folder."""
     path = Path(path)
     if not path.is_dir():
         return path
@@ -216,12 +216,12 @@ def ledger_file(path: str | Path) -> Path:
 def write_names(
     folder: Path, names: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]
 ) -> None:
-    """Keep the file names of a listing, and where in it each sample stands."""
+    """Save the file names of a listing, and the position of each sample in it."""
     write_npz(folder / NAMES, {"format": np.array(NAMES_FORMAT), "names": names, "offsets": offsets, "ids": ids})
 
 
 def read_names(folder: Path, n: int) -> Callable[[int], str] | None:
-    """From the id of one of `n` samples to the name of its file, to be shown; None where the run has kept none."""
+    """A function from the id of one of `n` samples to the name of its file, for display; None if the run saved none."""
     if not (folder / NAMES).exists():
         return None
     kept = read_npz(folder / NAMES, NAMES_FORMAT, "list of file names")

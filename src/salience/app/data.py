@@ -1,4 +1,4 @@
-"""The two sets a classifier needs, from whatever a Source reads: images to train on and images to test on."""
+"""The training and test images of a classifier, from anything that a Source reads."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from salience.feed.tars import IMAGE_SUFFIXES
 HELD_OUT = 10
 """Without a test split, one in this many images of each class is held out."""
 LARGEST_GUESS = 224
-"""Pixels: a size that nobody asked for stays at what image models usually take."""
+"""Largest size in pixels that is chosen by default: the usual input size of image models."""
 
 Ids = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """Images to train on and to test on, of one size."""
+    """Training and test images of one size."""
 
     train: Any
     """A Source or SharedFeed that decodes; or any data set of (uint8 [3, size, size], class)."""
@@ -43,13 +43,13 @@ class Split:
     classes: tuple[str, ...]
     size: int
     names: Names
-    """Paths of the images to train on, below the root or in their tar."""
+    """Paths of the training images, below the root or in their tar."""
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def pixels(self, ids: Sequence[int]) -> list[npt.NDArray[np.uint8] | None]:
-        """Images to train on by number; None for one that cannot be read."""
+        """Training images by number; None for an image that cannot be read."""
         if not isinstance(self.train, (Source, SharedFeed)):
             return [self.train[i][0] for i in ids]
         images = Images(self.train.source if isinstance(self.train, SharedFeed) else self.train, Decode(self.size))
@@ -57,12 +57,12 @@ class Split:
 
     @property
     def checksum(self) -> int:
-        """Of the names of the images to train on: with another value, ids mean other images."""
+        """Checksum of the names of the training images: if it differs, ids mean other images."""
         return zlib.crc32(self.names.joined.tobytes())
 
 
 class Images(Dataset[Any]):
-    """(pixels, class) of a Source by number, a whole batch in one read. An image that cannot be read is an error."""
+    """(pixels, class) of a Source's samples by number, read in whole batches. An image that cannot be read is an error."""
 
     def __init__(self, source: Source, decode: Decode) -> None:
         self.source, self.decode = source, decode
@@ -83,7 +83,7 @@ class Images(Dataset[Any]):
         return found
 
     def tried(self, ids: Sequence[int]) -> list[npt.NDArray[np.uint8] | BrokenSample]:
-        """The pixels of each image, or what is wrong with it."""
+        """The pixels of each image, or the error."""
         return [self._decoded(i, data) for i, data in zip(ids, self.source.read(ids), strict=True)]
 
     def _decoded(self, i: int, data: bytes | Broken) -> npt.NDArray[np.uint8] | BrokenSample:
@@ -108,10 +108,10 @@ def open_split(
     unpacked: Path | None = None,
     progress: Progress | None = None,
 ) -> Split:
-    """The train and test splits of a folder, tar or URL, or where there are none, every tenth image of each class held out.
+    """The train and test splits of a folder, tar or URL; if there are none, every tenth image of each class is held out.
 
-    With `feed`, the images to train on come through the shared feed of this name, which is started where it does not run.
-    `size=0` takes the shorter side of the first image, at most 224. A .tar.gz is unpacked once, into the folder `unpacked`.
+    With `feed`, training images come through the shared feed of this name, which is started if it is not running. `size=0`
+    means the shorter side of the first image, at most 224. A .tar.gz is unpacked once, into the folder `unpacked`.
     """
     where = _located(data, unpacked, progress)
     index, splits = images_of(Source(where).index, data)
@@ -127,9 +127,9 @@ def open_split(
 
 
 def images_of(index: Index, shown: str) -> tuple[Index, list[str]]:
-    """The images among the samples of an index, with the split of each; "" where there are no splits.
+    """The images among the samples of an index, with the split of each; "" if there are no splits.
 
-    Classes that the index has from elsewhere than the folders stay: those of .cls members in tars.
+    Classes in the index that do not come from folders, such as those of .cls members in tars, are kept.
     """
     names = [index.names[i] for i in range(len(index))]
     by_folder = classes_of(names)
@@ -143,7 +143,7 @@ def images_of(index: Index, shown: str) -> tuple[Index, list[str]]:
         if name.lower().endswith(IMAGE_SUFFIXES)
     ]
     if not kept:
-        raise DataError(f"{shown} holds no images; images end in {', '.join(IMAGE_SUFFIXES)}.")
+        raise DataError(f"{shown} contains no images; images end in {', '.join(IMAGE_SUFFIXES)}.")
     placed = folders_of([names[i] for i in kept])
     if told and index.classes:
         return _part(index, np.array(kept)), [split for split, _ in placed]
@@ -159,7 +159,7 @@ def images_of(index: Index, shown: str) -> tuple[Index, list[str]]:
 
 
 def _halves(index: Index, splits: list[str], shown: str) -> tuple[Ids, Ids]:
-    """Ids of the images to train on and of those to test on."""
+    """Ids of the training images and of the test images."""
     if index.label.min() < 0:
         raise DataError(
             f"{int((index.label < 0).sum())} images of {shown} have no class; give each a folder, or a .cls in its tar."
@@ -185,7 +185,7 @@ def _no_classes(shown: str) -> DataError:
 
 
 def held_out(labels: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """bool [N]: every tenth sample of each class in its order, and one of a class with two to nine."""
+    """Samples to hold out, bool [N]: every tenth of each class in order, and one of a class with two to nine samples."""
     order = np.argsort(labels, kind="stable")
     counts = np.bincount(labels)
     first = np.cumsum(counts) - counts
@@ -198,7 +198,7 @@ def held_out(labels: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
 def pixel_statistics(data: Split, *, samples: int = 512) -> tuple[list[float], list[float]]:
     """Mean and standard deviation of each channel, in 0 to 1, over at most `samples` images spread evenly.
 
-    Not over the first ones: a listing is ordered by class, and the first ones may all be white swans.
+    They are not the first ones, since a listing is ordered by class, and the first ones may all be white swans.
     """
     picked = np.unique(np.linspace(0, len(data) - 1, min(samples, len(data))).astype(np.int64))
     means: list[torch.Tensor] = []
@@ -222,7 +222,7 @@ def broken_image(source: Source, i: int, reason: str) -> BrokenSample:
 
 
 def _located(data: str, unpacked: Path | None, progress: Progress | None) -> str:
-    """What a Source takes: a URL as it is, the path of a folder or of a plain tar."""
+    """An address for a Source: a URL unchanged, or the path of a folder or of a plain tar."""
     if "://" in data:
         return data
     where = Path(data).expanduser().resolve()

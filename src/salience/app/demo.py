@@ -1,7 +1,7 @@
 """`salience demo`: the same training three ways, side by side, on images the demo renders itself.
 
     all data   every sample in every epoch
-    shorter    uniform, as many visits as salience makes, its schedule fitted to them: the honest control
+    shorter    uniform, with as many visits as salience makes and a schedule fitted to them: the honest control
     salience   select="default"
 
 The arms take turns epoch by epoch, so that a noisy machine disturbs all of them alike.
@@ -31,13 +31,13 @@ PEAK_LEARNING_RATE = 0.1
 
 @dataclass(slots=True)
 class DemoArm:
-    """One way of training, and what it cost."""
+    """One way of training, and its cost."""
 
     name: str
     loader: Loader
     model: nn.Module
     budget: Callable[[], int]
-    """Visits it may make, as far as is known now."""
+    """Number of visits it may make, as far as is known now."""
     accuracy: float = 0.0
     visits: int = 0
     seconds: float = 0.0
@@ -53,7 +53,7 @@ def main(*, samples: int = 0, epochs: int = 0, seed: int = 0, quick: bool = Fals
     samples, epochs = samples or (1000 if quick else 10_000), epochs or (4 if quick else 12)
     begin = time.perf_counter()
     say(
-        f"salience demo: {samples:,} rendered digits; 15% near-copies, 5% wrong labels, 10% hard ones (known, not told).\n"
+        f"salience demo: {samples:,} rendered digits; 15% near-copies, 5% wrong labels, 10% hard ones (known, but not used).\n"
     )
     with bars() as shown:
 
@@ -108,7 +108,7 @@ def take_turns(arms: list[DemoArm], test: Glyphs, shown: Bars) -> None:
 
 
 def train_arm(arm: DemoArm, test: Glyphs) -> Generator[DemoArm]:
-    """Train until the budget is spent, handing over after every epoch; the schedule runs over the budget."""
+    """Train until the budget is spent, yielding after every epoch; the schedule runs over the budget."""
     optimizer = torch.optim.SGD(
         arm.model.parameters(), lr=PEAK_LEARNING_RATE, momentum=0.9, nesterov=True, weight_decay=5e-4
     )
@@ -184,7 +184,7 @@ def verdict(full: DemoArm, shorter: DemoArm, ours: DemoArm) -> str:
 
 
 def _observed(arm: DemoArm, train: Glyphs) -> str:
-    """What observing alone found out, against the truth the demo knows."""
+    """What observing alone found out, compared with the truth that the demo knows."""
     ledger = arm.loader.ledger
     worst = (-ledger.mean_loss).argsort()[: int(train.wrong.sum())]
     share = train.wrong[worst].mean() if len(worst) else 0.0

@@ -1,7 +1,7 @@
-"""A labelled image set whose truth is known: which labels are wrong, which images hard, which near-copies.
+"""A labelled image set with known truth: which labels are wrong, which images are hard, which are near-copies.
 
 Selection rules claim to find exactly these three, so the demo and the benchmarks need data on which the claim can
-be checked. Every image is a glyph of Pillow's own font, bent, lit and soiled at random.
+be checked. Every image is a glyph of Pillow's own font, with random distortion, lighting and noise.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class Glyphs:
     images: npt.NDArray[np.uint8]
     """uint8 [N, size, size], greyscale."""
     labels: npt.NDArray[np.int64]
-    """int64 [N], the label as given: what training sees, wrong where `wrong` is set."""
+    """int64 [N], the given label, which training sees; wrong where `wrong` is set."""
     true_labels: npt.NDArray[np.int64]
     """int64 [N], the glyph that was drawn."""
     wrong: npt.NDArray[np.bool_]
-    """bool [N], the given label is not the true one. Never set together with `hard`."""
+    """bool [N], True if the given label is not the true one. Never set together with `hard`."""
     hard: npt.NDArray[np.bool_]
-    """bool [N], strongly distorted, and rightly labelled."""
+    """bool [N], True if strongly distorted, and correctly labelled."""
     copy_of: npt.NDArray[np.int64]
-    """int64 [N], index of the original this is a near-copy of, -1 for none. Originals are plain: neither
+    """int64 [N], index of the original that this is a near-copy of, -1 for none. Originals are plain: neither
     copies themselves, nor hard, nor wrong."""
 
     def __len__(self) -> int:
@@ -238,7 +238,7 @@ def _blur(x: _F32, strength: npt.NDArray[Any]) -> _F32:
 
 
 def _bar(where: _F32, angle: _F32, size: int) -> npt.NDArray[np.bool_]:
-    """A straight bar across each image, some way off its middle, at a random angle: bool [B, size, size]."""
+    """A straight bar across each image, off its centre, at a random angle: bool [B, size, size]."""
     line = np.linspace(-0.5, 0.5, size, dtype=np.float32)
     theta = np.pi * angle[:, None, None]
     across = np.cos(theta) * line[:, None] + np.sin(theta) * line
@@ -246,7 +246,7 @@ def _bar(where: _F32, angle: _F32, size: int) -> npt.NDArray[np.bool_]:
 
 
 def _near_copy(rng: np.random.Generator, originals: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Each image moved by at most a pixel, a touch lighter or darker, with a little fresh grain."""
+    """Each image moved by at most a pixel, slightly lighter or darker, with a little new grain."""
     b = len(originals)
     size: int = originals.shape[1]
     steps = rng.integers(-1, 2, (_CHUNK, 2))[:b]

@@ -1,4 +1,4 @@
-"""Small models by name, so that the command line needs no code; and your own, by "pkg.module:factory".
+"""Small models by name, so that the command line needs no code, and your own models by "pkg.module:factory".
 
 Each built-in ends in one `nn.Linear`, whose input is the feature vector that scores hook into.
 """
@@ -197,7 +197,7 @@ class _Residual(nn.Module):
 
 
 def seeded(name: str, classes: int, *, size: int, seed: int) -> nn.Module:
-    """The model, with parameters that depend on the seed alone; the global generator is left as it was."""
+    """The model, with parameters that depend only on the seed; the global generator is unchanged."""
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # pkg.module:factory may lie right here
     with torch.random.fork_rng(devices=[]):
@@ -215,7 +215,7 @@ def decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def check_name(name: str, *, size: int) -> None:
-    """Raise now if the name of a built-in is misspelt; on the meta device a model costs nothing."""
+    """Raise at once if the name of a built-in is misspelt; on the meta device a model costs nothing."""
     if ":" not in name:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             build(name, 2, size=size)

@@ -1,4 +1,4 @@
-"""How the model and optimizer of a run lie over its ranks, and what a checkpoint keeps of them: always the whole of both.
+"""How the model and optimizer of a run are divided among ranks. A checkpoint always contains both as a whole.
 
     --zero 0   DistributedDataParallel: everything on every rank
     --zero 1   the optimizer's state is divided (ZeroRedundancyOptimizer)
@@ -37,7 +37,7 @@ APART = (*STEP_AHEAD, "auto")
 
 
 def check(config: TrainConfig) -> None:
-    """Raise ConfigError where options for several ranks do not go together."""
+    """Raise ConfigError if options for several ranks cannot be combined."""
     if config.zero > 3:
         raise ConfigError(
             f"train.zero is {config.zero}; it must be 0 (nothing divided), 1 (optimizer state), 2 (gradients) or 3 "
@@ -59,7 +59,7 @@ def check(config: TrainConfig) -> None:
 
 
 def useless(config: TrainConfig) -> str:
-    """What a single process ignores, as a sentence; empty where there is nothing."""
+    """A sentence that names the options ignored in a single process; empty if there are none."""
     named = [
         ("--balance", config.balance),
         (f"--sync {config.sync}", config.sync),
@@ -76,7 +76,7 @@ def useless(config: TrainConfig) -> str:
 
 @contextmanager
 def first_rank_writes(folder: Path, ranks: Ranks | None) -> Generator[None]:
-    """Rank 0 keeps the folder to itself and says how it goes; the others write and say nothing."""
+    """Only rank 0 writes to the folder and reports progress."""
     if ranks is None or ranks.rank == 0:
         with checkpoint.claimed(folder):
             yield
@@ -86,7 +86,7 @@ def first_rank_writes(folder: Path, ranks: Ranks | None) -> Generator[None]:
 
 
 class Parallel:
-    """Model and optimizer of one run, as they lie on this rank. Every method is collective."""
+    """This rank's part of a run's model and optimizer. Every method is collective."""
 
     def __init__(self, model: nn.Module, config: TrainConfig, ranks: Ranks | None, device: torch.device) -> None:
         self.model, self.ranks = model, ranks
@@ -106,13 +106,13 @@ class Parallel:
         return self.zero >= 2
 
     def sync(self, mode: str, loader: Loader[Any]) -> None:
-        """Have gradients travel in a mode of `salience.sync` from now on."""
+        """Exchange gradients by a mode of `salience.sync` from now on."""
         self.handle = sync(self.trained, self.optimizer, loader, mode)
 
     # --- state ---
 
     def own_state(self) -> dict[str, Any] | None:
-        """What only this rank knows; first of all, since parameters may be averaged here. None where there is nothing."""
+        """What only this rank knows, or None. Call it first, since parameters may be averaged here."""
         if self.handle is None or self.ranks is None:
             return None
         state: dict[str, Any] = {"sync": self.handle.state_dict()}
@@ -121,7 +121,7 @@ class Parallel:
         return state
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """After `load_model` and `load_optimizer`; where this rank's is lost, that of rank 0."""
+        """Load what `own_state` returned, or that of rank 0 if it is lost. Call it after `load_model` and `load_optimizer`."""
         if self.handle is None:
             return
         if "optimizer" in state:
@@ -129,11 +129,11 @@ class Parallel:
         self.handle.load_state_dict(state["sync"])
 
     def model_state(self) -> dict[str, Any]:
-        """Of the whole model, on every rank."""
+        """State of the whole model, on every rank."""
         return {name: _whole(value) for name, value in self.model.state_dict().items()}
 
     def load_model(self, state: Mapping[str, Any], name: str) -> None:
-        """Take this rank's part of a whole model's state; `name` is what the user calls the model."""
+        """Load this rank's part of the state of a whole model; `name` is the user's name for the model."""
         here = self.model.state_dict()
         try:
             if self.sharded and state.keys() == here.keys():
@@ -146,7 +146,7 @@ class Parallel:
             ) from cause
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Of the whole optimizer, as SGD in a single process has it; with `--zero 1` on rank 0 alone."""
+        """State of the whole optimizer, in the form of SGD in a single process; with `--zero 1` only on rank 0."""
         if self.zero == 1:
             cast("Any", self.optimizer).consolidate_state_dict(to=0)
             if self.ranks is not None and self.ranks.rank:
@@ -155,7 +155,7 @@ class Parallel:
         return {**state, "state": {i: {n: _whole(v) for n, v in one.items()} for i, one in state["state"].items()}}
 
     def load_optimizer(self, state: Mapping[str, Any]) -> None:
-        """Take this rank's part of a whole optimizer's state."""
+        """Load this rank's part of the state of a whole optimizer."""
         if self.sharded:
             parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
             mine = {i: {n: _part_of(v, parameters[i]) for n, v in one.items()} for i, one in state["state"].items()}
@@ -175,7 +175,7 @@ def _sgd(model: nn.Module, config: TrainConfig, *, divided: bool) -> Optimizer:
 
 
 def _shard(model: nn.Module, device: torch.device, world: int, *, gathered: bool) -> None:
-    """Divide parameters, gradients and optimizer state by FSDP2, child by child, so that they travel beside computing."""
+    """Divide parameters, gradients and optimizer state by FSDP2, child by child, so that communication overlaps."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -190,12 +190,12 @@ def _shard(model: nn.Module, device: torch.device, world: int, *, gathered: bool
 
 
 def _whole(value: Any) -> Any:
-    """A tensor whose parts lie on all ranks, in one piece."""
+    """A tensor that is divided among the ranks, as a whole."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def _part_of(value: Any, like: Any) -> Any:
-    """This rank's part of a whole tensor that is to lie as `like` does."""
+    """This rank's part of a whole tensor, divided like `like`."""
     if not hasattr(like, "device_mesh") or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
     from torch.distributed.tensor import distribute_tensor

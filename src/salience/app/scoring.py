@@ -1,4 +1,4 @@
-"""The model and the images of `salience score`, as the checkpoint of a run says they are."""
+"""The model and the images for `salience score`, as described by the checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from salience.config import train_config
 
 
 class Scaled(nn.Module):
-    """A model behind the scaling of its images: uint8 in, float32 logits out. Its state is the model's own."""
+    """A model with image scaling in front: uint8 in, float32 logits out. Its state is that of the model."""
 
     def __init__(self, model: nn.Module, pixels: Any) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Scaled(nn.Module):
 
 
 def scoring_model(saved: Mapping[str, Any], device: str) -> nn.Module:
-    """The model of a checkpoint, to be asked about uint8 images."""
+    """The model of a checkpoint, for uint8 images."""
     config = train_config(saved["config"])
     model = Scaled(
         models.seeded(config.model, len(saved["classes"]), size=config.size, seed=config.seed), saved["pixels"]
@@ -43,7 +43,7 @@ def scoring_model(saved: Mapping[str, Any], device: str) -> nn.Module:
 
 
 class Asked:
-    """The run's training images by their ids: a batch (uint8 [B, 3, size, size], classes)."""
+    """The run's training images by id: a batch (uint8 [B, 3, size, size], classes)."""
 
     def __init__(self, source: str, saved: Mapping[str, Any]) -> None:
         config = train_config({**saved["config"], "out": "this run"})

@@ -3,8 +3,8 @@
     each epoch:   for x, y in loader:  crop and flip -> model -> loader.loss -> SGD step -> ProgressLR step
                   evaluate -> loader.evaluated -> checkpoint
 
-Whatever is random depends on (seed, epoch, batch) alone, so a resumed run ends with the very parameters of one that
-was never stopped. Under torchrun each rank takes its part of every batch, and rank 0 alone writes.
+All randomness depends on (seed, epoch, batch) alone, so a resumed run ends with exactly the parameters of one that
+was never stopped. Under torchrun each rank takes its part of every batch, and only rank 0 writes.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from salience.select.findings import save_copies
 from salience.treat import Stage, Treat
 
 MAX_KEPT_TEST_BYTES = 1 << 30
-"""Bytes of test images that are decoded once and kept."""
+"""Test images are decoded once and kept if they take at most this many bytes."""
 
 
 def train(config: TrainConfig, saved: Mapping[str, Any] | None = None) -> Tally:
-    """Train as `config` says, from the beginning or from the checkpoint `saved`; say how it goes and what came out."""
+    """Train as `config` says, from the beginning or from the checkpoint `saved`, and print progress and results."""
     device = find_device(config.device or (f"cuda:{local_rank()}" if torch.cuda.is_available() else ""))
     folder = Path(config.out)
     if saved is None and checkpoint.exists(folder):
         raise StateError(
-            f"{config.out!r} already holds a run; go on with it by --resume, or choose another --out. Nothing was changed."
+            f"{config.out!r} already holds a run; continue it with --resume, or choose another --out. Nothing was changed."
         )
     if not config.data:
         raise ConfigError(
@@ -93,13 +93,13 @@ class Tally:
     seconds: float = 0.0
     """Seconds since the first batch, evaluation included."""
     overhead: float = 0.0
-    """How many of these seconds salience took for itself."""
+    """How many of these seconds salience itself took."""
     accuracies: list[float] = field(default_factory=list[float])
     """Accuracy on the test images after each epoch."""
 
 
 class Training:
-    """Model, optimizer, schedule and loader of one run, and what their checkpoint holds."""
+    """Model, optimizer, schedule and loader of one run, and their checkpoint."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class Training:
         elif config.sync:
             self.parallel.sync(config.sync, self.loader)
         self.number = 0
-        """Batches of this epoch that are done."""
+        """Number of batches of this epoch that are done."""
         self._before = (self.tally.seconds, self.tally.overhead)
         if saved is not None:
             self._restore(saved)
@@ -204,7 +204,7 @@ class Training:
                 )
 
     def _epoch(self, epoch: int, begin: float, shown: Bars) -> tuple[float, float, float]:
-        """One window of the loader. Returns the mean loss, accuracy and samples per second of what this process trained."""
+        """Train for one window of the loader. Returns mean loss, accuracy and samples per second of this process."""
         self.model.train()
         losses, right = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         count, said, start = 0, 0.0, time.perf_counter()
@@ -230,7 +230,7 @@ class Training:
         return losses.item() / done, right.item() / done, count / (time.perf_counter() - start)
 
     def _step(self, x: Tensor, y: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
-        """One batch; returns the sum of its losses and the number it got right, on the device."""
+        """Train on one batch; returns the sum of its losses and the number of correct predictions, on the device."""
         place = (self.config.seed, AUGMENT, epoch, self.number, *([self.rank] if self.rank else []))
         torch.default_generator.manual_seed(torch_seed(*place, 1))  # for a model with dropout
         if self.device.type == "cuda":
@@ -262,7 +262,7 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Share of the test images that the model gets right."""
+        """Share of the test images that the model classifies correctly."""
         self.model.eval()
         right = torch.zeros((), device=self.device)
         if self._keeps_tests and not self._tests:
@@ -281,7 +281,7 @@ class Training:
     # ---------------------------------------------------------------- state and result
 
     def save(self) -> None:
-        """Write a checkpoint, and beside it what each rank alone knows."""
+        """Write a checkpoint, and beside it what only each rank knows."""
         own = self.parallel.own_state()
         stamp = [len(self.tally.accuracies), self.number]
         if own is not None and self.rank:
@@ -315,7 +315,7 @@ class Training:
         say(f"Going on at epoch {min(self.loader.epoch + 1, self.config.epochs)}, after {self.number} of its batches.")
 
     def finish(self) -> None:
-        """Write the ledger; show the result and, where nothing was selected, what could have been."""
+        """Write the ledger; print the result and, without selection, what it could have saved."""
         ledgers.save(self.loader.ledger, self.folder / checkpoint.LEDGER)
         histories.save(self.loader.history, self.folder / checkpoint.HISTORY)
         names = self.data.names
@@ -366,7 +366,7 @@ def find_device(name: str) -> torch.device:
 
 
 def _differ(known: npt.NDArray[Any], labels: npt.NDArray[np.int64]) -> bool:
-    """True if a class that the ledger knows differs from the label."""
+    """True if a class in the ledger differs from the label."""
     return bool(((known >= 0) & (known != labels)).any())
 
 
@@ -374,9 +374,9 @@ def _say_trouble(event: Event) -> None:
     if event["kind"] == "warning":
         say(f"warning: {event['text']}")
     elif event["kind"] == "broken":
-        say(f"warning: image {event['name']!r} is broken and another stands in for it: {event['reason']}.")
+        say(f"warning: image {event['name']!r} is broken and was replaced by another: {event['reason']}.")
 
 
 def _ignore_interrupts(worker: int) -> None:
-    """Ctrl-C reaches workers too; the main process is the one to answer it, and stops them."""
+    """Ignore Ctrl-C in workers: the main process handles it and stops them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

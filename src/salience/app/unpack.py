@@ -1,4 +1,4 @@
-"""The plain twin of a compressed tar: in it a single member can be read by its offset, so it is unpacked once and kept."""
+"""The uncompressed twin of a .tar.gz, in which members can be read by offset; it is unpacked once and kept."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def plain_tar(tar: Path, cache: Path | None = None, progress: Progress | None = 
 
 
 def _unpack(tar: Path, plain: Path, size: int, progress: Progress | None) -> None:
-    """The twin appears whole or not at all."""
+    """Unpack the archive; the twin appears whole or not at all."""
     plain.parent.mkdir(parents=True, exist_ok=True)
     with tar.open("rb") as packed, gzip.open(packed) as stream, atomic(plain, sync=False) as out:
         while block := stream.read(1 << 20):

@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(given: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """A parsed command line and the arguments that no command takes; those after -- belong to a script, as `arguments`."""
+    """Parse a command line, with unknown arguments apart; those after -- belong to a script, as `arguments`."""
     own = given[: given.index("--")] if "--" in given else given
     args, unknown = parser().parse_known_args(scores.with_action(own))
     args.arguments = given[len(own) + 1 :]

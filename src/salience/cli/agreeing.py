@@ -1,4 +1,4 @@
-"""What `salience scores compare` and `salience scores history` say and draw."""
+"""The text and charts of `salience scores compare` and `salience scores history`."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ NAMES = {
     "ema_loss": "mean loss", "el2n": "EL2N", "aum": "AUM", "confidence": "1 - p(label)", "forgetting": "forgetting",
     "variance": "variance", "grand": "GraNd",
 }  # fmt: skip
-"""What criteria are called in text."""
+"""Names of criteria in text."""
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Is importance a property of the data or of the model? Networks over the same data, pair by pair."""
+    """Compare networks over the same data, pair by pair: is importance a property of the data or of the model?"""
     from salience.select.agreement import agreement
 
     if len(args.ledgers) < 2:
@@ -72,7 +72,7 @@ def _shown(
     args: argparse.Namespace, action: str, title: str, said: Sequence[str], tables: Sequence[Table],
     charts: Sequence[Chart | None],
 ) -> int:  # fmt: skip
-    """Sentences and tables in the terminal, and with charts as a page where one is asked for."""
+    """Print sentences and tables and, if asked for, write a page that also has charts."""
     say("\n".join(said))
     for one in tables:
         if one.rows:
@@ -84,7 +84,7 @@ def _shown(
 
 
 def sentences(found: Agreement) -> list[str]:
-    """What a comparison says, the verdict first."""
+    """The results of a comparison in sentences, the verdict first."""
     said = [
         f"Importance is a property {found.verdict} here: over {found.samples:,} samples the ranks by "
         f"{NAMES[found.criteria[0]]} correlate by {found.correlation:.2f}, and the hardest tenth of one network holds "
@@ -109,7 +109,7 @@ def sentences(found: Agreement) -> list[str]:
 
 
 def drawn(found: Agreement) -> list[Chart | None]:
-    """Correlation by criterion, overlap over the share, and correlation by class."""
+    """Charts of correlation by criterion, overlap by share, and correlation by class."""
     pairs = found.pairs[:MAX_NETWORKS_DRAWN]
     titles = [f"{one.a} / {one.b}" for one in pairs]
     note = f"The first {len(pairs)} of {len(found.pairs)} pairs." if len(found.pairs) > len(pairs) else ""
@@ -155,7 +155,7 @@ def as_table(found: Agreement, top: int) -> dict[str, Any]:
 
 
 def history(args: argparse.Namespace) -> int:
-    """How suspected, hard and easy samples came along, side by side, and what tells the first from the second."""
+    """Show how suspected, hard and easy samples developed, and what separates suspected from hard ones."""
     from salience.app.checkpoint import HISTORY
     from salience.ledger import history as histories
     from salience.select.contrast import contrast, groups_of
@@ -185,7 +185,7 @@ def history(args: argparse.Namespace) -> int:
 
 
 def told(found: Contrast) -> list[str]:
-    """What a history says, in sentences."""
+    """The results of a history in sentences."""
     sizes = ", ".join(f"{count:,} {name}" for name, count in found.sizes.items())
     said = [f"Of the samples followed over {len(found.windows)} epochs: {sizes}."]
     if not found.windows:
@@ -213,7 +213,7 @@ def told(found: Contrast) -> list[str]:
 
 
 def rows_of(found: Contrast) -> list[list[str]]:
-    """A line per epoch: mean loss and variance of every group, times forgotten, and what separates."""
+    """Rows per epoch: mean loss and variance of every group, times forgotten, and what separates them."""
     head = [
         "epoch",
         *(f"{q} {g}" for q in found.course for g in found.sizes),
@@ -228,7 +228,7 @@ def rows_of(found: Contrast) -> list[list[str]]:
 
 
 def courses(found: Contrast) -> list[Chart | None]:
-    """A chart per quantity with the groups side by side, and one of what separates."""
+    """A chart per quantity with the groups side by side, and one of the separation."""
     x = [window + 1.0 for window in found.windows]
     titles = {
         "loss": "Mean loss",
@@ -268,7 +268,7 @@ def wrong_labels(file: str | None, n: int) -> Bools | None:
 
 
 def names_of(paths: Sequence[str]) -> list[str]:
-    """What networks are called: their folders or files, with a number where two are called alike."""
+    """Names of networks: their folders or files, numbered if two have the same name."""
     plain = [Path(path).resolve().name if Path(path).is_dir() else Path(path).stem for path in paths]
     return [
         name if plain.count(name) == 1 else f"{name} ({plain[: i + 1].count(name)})" for i, name in enumerate(plain)

@@ -4,7 +4,7 @@
     salience compare runs/all-0 runs/all-1 runs/all-2 runs/less-0 runs/less-1 runs/less-2 -o compare.html
 
 Runs with the same settings except for the seed are one arm. Each arm is compared with the arm of the first run, seed by
-seed; where the interval (Student's t, 95%) includes no difference, it says so.
+seed; if the interval (Student's t, 95%) includes zero difference, the output says so.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """See it work: train on rendered images with all the data, with less of it, and with salience.
 
-Needs no data and no network. --quick ends sooner and proves less.
+Needs no data and no network. --quick is faster and proves less.
 """
 
 from __future__ import annotations

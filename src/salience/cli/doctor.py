@@ -1,4 +1,4 @@
-"""Say what this machine has, and what is missing for which feature.
+"""Show what this machine has, and what is missing for which feature.
 
 Nothing is changed, and nothing that is missing is an error.
 """
@@ -43,7 +43,7 @@ EXTRAS = (
 )
 """The optional packages of pyproject.toml; a test compares."""
 SMALL_SHM = 1 << 30
-"""Bytes of /dev/shm below which workers may run out: they hand every batch over through it."""
+"""With less than this many bytes of /dev/shm, workers may run out: they pass every batch through it."""
 
 
 def add(commands: Any) -> None:
@@ -81,7 +81,7 @@ def advice(versions: dict[str, str | None], shm: int | None) -> list[str]:
     ]
     if shm is not None and shm < SMALL_SHM:
         lines.append(
-            f"/dev/shm has {_gib(shm)}, and workers hand batches over through it: give a container more "
+            f"/dev/shm has {_gib(shm)}, and workers pass batches through it: give a container more "
             "(docker run --shm-size=8g), or use --workers 0."
         )
     return lines
@@ -114,7 +114,7 @@ def cores() -> str:
 
 
 def memory() -> int | None:
-    """Bytes of memory this process may use: the machine's, or less in a container."""
+    """Bytes of memory this process may use: all of the machine's, or less in a container."""
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (OSError, ValueError):

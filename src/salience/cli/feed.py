@@ -5,8 +5,8 @@
     salience feed status
     salience feed stop photos
 
-`start` takes the images that `salience train` would train on; with --all every sample, as `salience.SharedFeed(url, name=...)`
-does. A feed that is started here stays until it is stopped. One that a job starts ends a minute after the last job.
+`start` serves the images that `salience train` would train on; with --all, every sample, like `salience.SharedFeed(url,
+name=...)`. A feed started here runs until it is stopped. A feed started by a job ends a minute after the last job.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def told(status: dict[str, Any]) -> str:
-    """What a feed does, and for whom."""
+    """What a feed does, and for which jobs."""
     from salience.feed.sizes import size
 
     text = (
@@ -74,7 +74,7 @@ def told(status: dict[str, Any]) -> str:
 
 
 def _started(args: argparse.Namespace) -> str:
-    """Have a feed run until it is stopped."""
+    """Start a feed that runs until it is stopped."""
     if not args.data:
         raise ConfigError(f"What is it to read? Write `salience feed start {args.name} --data FOLDER_OR_URL`.")
     if args.all:

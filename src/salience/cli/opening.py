@@ -1,4 +1,4 @@
-"""Open what a run left behind, for the commands that report on it: its log, and the files beside it."""
+"""Opens the files of a run for the commands that report on it: its log, and the files beside it."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class Opened:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """What is kept of a run's samples: its ledger and, beside it in the folder, what belongs to it."""
+    """The saved knowledge about a run's samples: its ledger and the files beside it."""
 
     ledger: Ledger
     near: Groups | None
-    """Near-copies, where they were looked for."""
+    """Near-copies, if they were searched for."""
     classes: Sequence[str] | None
     """Names of the classes."""
     file: Callable[[int], str] | None
-    """From the id of a sample to the name of its file."""
+    """Function from the id of a sample to the name of its file."""
 
 
 def kept(given: str | Path, folder: Path | None = None) -> Kept:
-    """The ledger at `given`, a folder or the file itself, and what `folder`, else that one, has beside it."""
+    """The ledger at `given` (a folder or the file itself), and the files beside it in `folder` (default: that folder)."""
     from salience import ledger as ledgers
     from salience.app import checkpoint
     from salience.select.findings import load_copies
@@ -60,10 +60,10 @@ def kept(given: str | Path, folder: Path | None = None) -> Kept:
 
 
 def open_run(given: str, *, name: str = "", ledger: str = "", whole: bool = True) -> Opened:
-    """The run at `given`, its folder or its event log. Not `whole`: without the ledger and all that hangs on it."""
+    """The run at `given`, its folder or its event log. `whole=False` leaves out the ledger and what depends on it."""
     from salience.app import checkpoint
+    from salience.report.reader import read_log, story_of
     from salience.report.story import shown
-    from salience.report.telling import read_log, tell
     from salience.select.findings import findings
 
     path = Path(given)
@@ -83,7 +83,7 @@ def open_run(given: str, *, name: str = "", ledger: str = "", whole: bool = True
         notes.append(f"The ledger is of {known.ledger.n:,} samples, the run of {run.population:,}; it was left out.")
         known = None
     named = _preset(run.select) if isinstance(run.select, Mapping) else ""
-    story = tell(
+    story = story_of(
         log, name=name or run_name(path), settings=settings, classes=saved.get("classes"), preset=named, notes=notes
     )  # fmt: skip
     if known is None:
@@ -97,7 +97,7 @@ def open_run(given: str, *, name: str = "", ledger: str = "", whole: bool = True
 
 
 def _preset(select: Mapping[str, Any]) -> str:
-    """Name of the preset that a resolved selection is; empty where it is none."""
+    """Name of the preset that equals a resolved selection; empty if there is none."""
     from salience.select import PRESETS, preset
 
     same = json.dumps(select, sort_keys=True)
@@ -105,7 +105,7 @@ def _preset(select: Mapping[str, Any]) -> str:
 
 
 def log_file(given: str) -> Path:
-    """Of a run, named by its folder or by the log itself."""
+    """The event log of a run, given by its folder or by the log itself."""
     from salience.app import checkpoint
 
     path = Path(given)
@@ -113,7 +113,7 @@ def log_file(given: str) -> Path:
 
 
 def run_name(path: Path) -> str:
-    """The name of a run is that of its folder; of a log elsewhere, that of its file."""
+    """The name of a run: that of its folder, or that of the file for a log elsewhere."""
     where = path.resolve()
     return where.name if path.is_dir() else where.parent.name if where.name == "run.jsonl" else where.stem
 
@@ -128,7 +128,7 @@ def write_page(text: str, output: str) -> None:
 
 
 def _checkpoint(folder: Path | None) -> dict[str, Any]:
-    """What the newest checkpoint of `salience train` says, or nothing; a damaged one is left as it is."""
+    """The contents of the newest checkpoint of `salience train`, or nothing; a damaged one is not touched."""
     from salience.app import checkpoint
 
     for name in () if folder is None else (checkpoint.LAST, checkpoint.PREVIOUS):

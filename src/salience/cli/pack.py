@@ -1,11 +1,11 @@
 """Pack a folder into tar shards with a byte index, or index the shards you have.
 
     salience pack photos/ shards/ --shard-size 64MiB    class = directory; ordinary WebDataset tars and index.npz
-    salience pack --index-only shards/                  an index for tars made by others, nothing is repacked
+    salience pack --index-only shards/                  an index for existing tars, nothing is repacked
     salience pack --check shards/                       read everything back and compare it with the index
 
 Samples are shuffled by --shuffle-seed, so that any contiguous range of a shard mixes the classes. .txt and .json files
-travel with the file they are called after. A run that was killed goes on when the same command is given again.
+stay with the file of the same name. If the command was killed, run it again to continue.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _pack(args: argparse.Namespace, size: int) -> int:
     from salience.feed.pack import PackSettings, pack
 
     folder, out = args.words
-    with _shown("pack", "give the same command again to go on: whole shards are kept") as progress:
+    with _shown("pack", "repeat the command to continue: complete shards are kept") as progress:
         index = pack(
             folder, out, PackSettings(shard_size=size, seed=args.shuffle_seed), jobs=args.jobs, progress=progress
         )
@@ -70,9 +70,7 @@ def _index(shards: Path, checksums: bool, jobs: int) -> int:
     from salience.feed.tars import index_shards, save
 
     if (shards / indices.FILE).exists():
-        raise StateError(
-            f"{shards} has an {indices.FILE}; see whether it fits with --check, or remove it to make it anew."
-        )
+        raise StateError(f"{shards} has an {indices.FILE}; check it with --check, or remove it to make it again.")
     with _shown("index", "nothing was written") as progress:
         index, skipped = index_shards(shards, checksums=checksums, jobs=jobs, progress=progress)
     save(index, shards)
@@ -99,7 +97,7 @@ def _check(out: Path, jobs: int) -> int:
 
 @contextmanager
 def _shown(name: str, interrupted: str) -> Generator[Progress]:
-    """A progress bar in bytes; Ctrl-C says what was finished."""
+    """Show a progress bar in bytes; on Ctrl-C, say what was finished."""
     from salience.report.words import size
 
     try:

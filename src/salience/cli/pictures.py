@@ -1,4 +1,4 @@
-"""Small pictures of the samples a report shows, from the data set where it can be reached."""
+"""Small pictures of the samples in a report, from the data set if it can be reached."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from salience.ledger import Ledger
 
 MAX_SIDE_PIXELS = 96
-"""Most pixels per side."""
+"""Maximum number of pixels per side."""
 MAX_PNG_PIXELS = 48
-"""Pictures up to this many pixels per side are PNG, which loses nothing; larger ones are JPEG."""
+"""Pictures up to this many pixels per side are PNG, which is lossless; larger ones are JPEG."""
 
 Read = Callable[[int], npt.NDArray[np.uint8]]
 """From a sample's id to its pixels, uint8 [channels, height, width]."""
 
 
 def pictures(data: str, ids: Sequence[int], ledger: Ledger) -> dict[int, bytes]:
-    """PNG or JPEG of each sample; unreadable ones are left out. DataError if `data` is not the run's data set."""
+    """PNG or JPEG of each sample, without unreadable ones. Raises DataError if `data` is not the run's data set."""
     read = _matching(data, ledger)
     made: dict[int, bytes] = {}
     for i in ids:
@@ -37,7 +37,7 @@ def pictures(data: str, ids: Sequence[int], ledger: Ledger) -> dict[int, bytes]:
 
 
 def encoded(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """A small picture of uint8 [channels, height, width]."""
+    """A small encoded picture of uint8 [channels, height, width]."""
     from PIL import Image
 
     image = Image.fromarray(pixels.transpose(1, 2, 0) if len(pixels) == 3 else pixels[0])
@@ -51,7 +51,7 @@ def encoded(pixels: npt.NDArray[np.uint8]) -> bytes:
 
 
 def _matching(data: str, ledger: Ledger) -> Read:
-    """A reader of the first reading of `data` that has the run's samples, in its order: the same number and classes."""
+    """The first way of reading `data` that gives the run's samples: the same number and classes, in the same order."""
     reasons: list[str] = []
     for opened in (_split, _source):
         try:
@@ -69,7 +69,7 @@ def _matching(data: str, ledger: Ledger) -> Read:
 
 
 def _split(data: str) -> tuple[npt.NDArray[Any], Read]:
-    """The images to train on, as `salience train` takes them."""
+    """The training images, as `salience train` reads them."""
     from salience.app.data import open_split
 
     split = open_split(data)

@@ -1,6 +1,6 @@
-"""List every plug-in: filters, scores, samplers and curves, built in or installed, with where each comes from.
+"""List every plug-in: filters, scores, samplers and curves, built in or installed, and where each comes from.
 
-Installed is not enabled: a plug-in works in a run that names it in `select`.
+Installed is not enabled: a plug-in is only used by a run that names it in `select`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _about(kind: str, name: str) -> str:
-    """The first line of the plug-in's docstring; of one that cannot be loaded, why. The others are listed all the same."""
+    """The first line of the plug-in's docstring, or the reason why it cannot be loaded; the others are listed anyway."""
     from salience import registry
     from salience.errors import PluginError
 

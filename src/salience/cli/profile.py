@@ -4,10 +4,10 @@
     salience profile --data photos/ --model resnet9
     torchrun --nproc-per-node 2 -m salience profile train.py
 
-The script is run as it is, with its arguments, until a few hundred steps of its salience.Loader are measured; then it is
-stopped. Now and then the next batches are held back, which times the loader alone, and released one after the other, which
-times the loop alone; they are the batches it would have got anyway. Under torchrun, gradient sync is a row of its own in
-scripts that call salience.sync; mode="allreduce" is what DDP does, to the bit.
+The script is run unchanged, with its arguments, until a few hundred steps of its salience.Loader are measured; then it is
+stopped. From time to time the next batches are held back, which times the loader alone, and released one after the other,
+which times the loop alone; the batches are the same as without a profile. Under torchrun, gradient sync is a row of its own
+for scripts that call salience.sync; mode="allreduce" does exactly what DDP does.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _mentions_salience(script: Path) -> bool:
 
 
 def _run_script(script: str, arguments: list[str]) -> None:
-    """As `python script arguments` would."""
+    """Run a script like `python script arguments`."""
     argv, path = sys.argv, sys.path[:]
     sys.argv, sys.path[0] = [script, *arguments], str(Path(script).resolve().parent)
     try:

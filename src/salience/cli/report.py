@@ -1,4 +1,4 @@
-"""Report on a run: what was trained, at what cost, what was selected and found.
+"""Report on a run: what was trained, at what cost, what was selected and what was found.
 
     salience report runs/train                          a few sentences
     salience report runs/train -o report.html           one self-contained page, with pictures
@@ -6,8 +6,8 @@
     salience report runs/less --baseline runs/all -o report.html
     salience report runs/train --sink tensorboard:runs/tb
 
-RUN is the folder of a run, or the event log of a loop of your own (the file given as log=). Pictures come from the
-data of the run where it is still there, or from --data. Of a run that crashed, everything up to the crash is reported.
+RUN is the folder of a run, or the event log of your own loop (the file given as log=). Pictures come from the data of
+the run if it still exists, or from --data. For a run that crashed, everything up to the crash is reported.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
         say(f"Note: {note}")
     if args.sink:
         from salience.cli.opening import log_file
+        from salience.report.reader import read_log
         from salience.report.sinks import replayed
-        from salience.report.telling import read_log
 
         replayed(read_log(log_file(args.path)).events, args.sink)
         say(f"Sent to {args.sink}.")
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _pictures(opened: Opened, given: str) -> tuple[dict[int, bytes], str]:
-    """Pictures of the samples shown, or the reason why there are none. Data that was named and does not fit is an error."""
+    """Pictures of the samples shown, or the reason why there are none. It is an error if the given data does not fit."""
     from salience.cli.pictures import pictures
     from salience.report.story import shown
 

@@ -1,11 +1,11 @@
-"""Score samples where their bytes are, for a run elsewhere.
+"""Score samples near the data, for a run elsewhere.
 
     salience train --data s3://bucket/set --select default --remote-scores --out runs/x      (far from the store)
     salience score --source s3://bucket/set --watch runs/x                                   (near it)
 
-The run leaves its weights and a list of samples it knows least about in runs/x/scorer, a folder that both must reach; this
-command reads those samples, runs the model forward, and sends back a few numbers for each. The run takes them in
-at its next window. Only weights and scores cross the link in between, and no image does.
+The run leaves its weights and a list of the samples it knows least about in runs/x/scorer, a folder that both machines can
+reach. This command reads those samples, runs the model forward, and sends back a few numbers for each, which the run takes
+in at its next window. Only weights and scores cross the link in between, no images.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Say which labels look wrong, which images are copies, which are hard; look into ledgers, export and merge them.
+"""Show which labels look wrong, which images are copies, and which are hard; inspect, export and merge ledgers.
 
-    salience scores runs/train --suspects               labels that look wrong, firmest first
+    salience scores runs/train --suspects               labels that look wrong, most certain first
     salience scores runs/train --copies --hard          near-copies, and the hardest clean samples
     salience scores runs/train --suspects --top 0 -o suspects.csv
-    salience scores runs/train                          what the run learnt in all, as does `scores show`
+    salience scores runs/train                          everything the run learnt, like `scores show`
     salience scores export runs/train -o scores.csv     every column of the ledger
-    salience scores merge runs/a runs/b -o both.npz     one ledger of several, so that they vote
+    salience scores merge runs/a runs/b -o both.npz     one ledger from several, which then vote
     salience scores compare runs/a runs/b -o both.html  is importance a property of the data or of the model?
     salience scores history runs/train -o history.html  suspected, hard and easy samples side by side, epoch by epoch
     salience train --ledger both.npz ...
 
-A ledger is what a run knows of every sample. Wherever one is asked for (RUN), the folder of a run does as well;
-with the folder, samples and classes have their names. A run called like an action (list, show) is written ./show.
+A ledger is what a run knows about every sample. Wherever one is expected (RUN), the folder of a run also works; then
+samples and classes have names. If a run has the name of an action (list, show), write ./show.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def add(commands: Any) -> None:
         "--top", type=int, default=10, metavar="N", help="samples that are hard to rank to list (default: 10)"
     )
     made_history = _action(
-        actions, "history", history, "how suspected, hard and easy samples came along, and what tells them apart"
+        actions, "history", history, "how suspected, hard and easy samples developed, and what separates them"
     )
     made_history.add_argument(
         "--history", metavar="FILE", help="the run's history (default: history.npz beside its ledger)"
@@ -103,7 +103,7 @@ def _action(actions: Any, name: str, run: Any, text: str, *, several: bool = Fal
 
 
 def with_action(given: list[str]) -> list[str]:
-    """The command line with the action that `salience scores RUN` leaves out."""
+    """The command line, with the action added that `salience scores RUN` leaves out."""
     at = next((i for i, word in enumerate(given) if not word.startswith("-")), len(given))
     if given[at : at + 1] != ["scores"] or given[at + 1 : at + 2] in ([], ["-h"], ["--help"]):
         return given
@@ -111,7 +111,7 @@ def with_action(given: list[str]) -> list[str]:
 
 
 def list_run(args: argparse.Namespace) -> int:
-    """The lists that were asked for, or everything the run learnt."""
+    """Print the lists that were asked for, or everything the run learnt."""
     if args.top < 0:
         raise ConfigError(f"--top is {args.top}; it must be at least 0, which lists all.")
     lists = [name for name in SECTIONS if getattr(args, name)]
@@ -119,7 +119,7 @@ def list_run(args: argparse.Namespace) -> int:
 
 
 def find(args: argparse.Namespace, lists: Sequence[str]) -> int:
-    """The lists that were asked for, as text, JSON or CSV."""
+    """Write the lists that were asked for, as text, JSON or CSV."""
     from salience.select.findings import findings
 
     known = kept(args.ledger)
@@ -158,7 +158,7 @@ SURE = {"suspects": "wrong", "copies": "alike", "hard": "right"}
 
 
 def _rows(found: Sequence[Any], known: Kept) -> list[dict[str, Any]]:
-    """Findings as plain rows, with the names of files and classes where they are known."""
+    """Findings as plain rows, with the names of files and classes if they are known."""
     rows: list[dict[str, Any]] = []
     for row in map(asdict, found):
         for key in ("label", "guess"):
@@ -173,7 +173,7 @@ def _rows(found: Sequence[Any], known: Kept) -> list[dict[str, Any]]:
 
 
 def _table(name: str, rows: Sequence[dict[str, Any]]) -> str:
-    """Rows for people, with the file and the reason last."""
+    """Rows as a readable table, with the file and the reason last."""
     has_file = "file" in rows[0]
     lines = [
         ["sample", SURE[name], "copies" if name == "copies" else "labelled", *(["file"] if has_file else []), "why"]
@@ -191,7 +191,7 @@ def _members(row: dict[str, Any]) -> str:
 
 
 def _write_rows(rows: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """All lists in one CSV; the column `list` says which. Fields that a row lacks stay empty."""
+    """Write all lists into one CSV; the column `list` names the list. Fields that a row lacks stay empty."""
     fields = dict.fromkeys(key for found in rows.values() for row in found for key in row)
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, ["list", *fields])
@@ -205,7 +205,7 @@ def _write_rows(rows: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Say what a run learnt about its samples."""
+    """Show what a run learnt about its samples."""
     from salience.app.checkpoint import LOG
     from salience.report.text import render
     from salience.select import preset
@@ -234,7 +234,7 @@ def export(args: argparse.Namespace) -> int:
 
 
 def merge(args: argparse.Namespace) -> int:
-    """Make one ledger of several over the same data, so that they vote."""
+    """Merge several ledgers over the same data into one, so that they vote."""
     from salience import ledger as ledgers
     from salience.app.checkpoint import ledger_file
 
@@ -246,7 +246,7 @@ def merge(args: argparse.Namespace) -> int:
 
 
 def write_csv(found: Ledger, path: Path) -> None:
-    """The id and every column, one sample per line; unknown values stay empty. The file appears whole or not at all."""
+    """Write the id and every column, one sample per line; unknown values stay empty. The file appears whole or not at all."""
     columns = {name: found[name] for name in found}
     line = ",".join(["%d", *(_format(column) for column in columns.values())]) + "\n"
     with written(path), atomic(path) as file:

@@ -12,9 +12,9 @@ from salience.errors import StateError, printable
 
 
 def sentence(error: BaseException) -> str:
-    """What an error says, on one line.
+    """The message of an error, on one line.
 
-    A DataLoader raises a worker's error anew with the worker's traceback as its text; the sentence stands at its end.
+    A DataLoader re-raises a worker's error with the worker's traceback as its text; the message is at its end.
     """
     text, kind = str(error), type(error)
     mark = f"{kind.__module__}.{kind.__qualname__}: "
@@ -38,7 +38,7 @@ def subcommand(commands: Any, name: str, docstring: str | None, run: Any) -> arg
 
 @contextmanager
 def written(path: str | Path) -> Generator[None]:
-    """What goes wrong with the file named as -o, in a sentence."""
+    """Turn an error with the file given as -o into one sentence."""
     try:
         yield
     except OSError as cause:

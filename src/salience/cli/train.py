@@ -6,10 +6,10 @@
     salience train --resume --out runs/less
     torchrun --nproc-per-node 2 -m salience train --data photos/ --balance --sync auto
 
-Where there is no test split, every tenth image of each class is held out. Without --select training is plain, and
-a report says what could be saved. --resume goes on after a kill with the settings of the run; what is given
-again must be the same. Ranks that torchrun restarts (--max-restarts) go on by themselves. A model of your own is
-code, which a checkpoint alone never runs: give --model again, or --trust.
+If there is no test split, every tenth image of each class is held out. Without --select, training is plain, and
+a report says what could be saved. --resume continues a killed run with its settings; options given again must be
+the same. Ranks that torchrun restarts (--max-restarts) continue by themselves. A model of your own is code, which
+a checkpoint alone never runs: pass --model again, or --trust.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _from_file(path: str) -> dict[str, Any]:
-    """The [train] table, and the file itself as `select` where it has a [select] table."""
+    """The [train] table, and the file itself as `select` if it has a [select] table."""
     tables = read_toml(path)
     given = dict(tables.get("train", {}))
     if "select" in tables:
@@ -88,7 +88,7 @@ def _from_file(path: str) -> dict[str, Any]:
 
 
 def _check_trust(config: TrainConfig, given: dict[str, Any], *, trusted: bool) -> None:
-    """A checkpoint may come from anyone; importing a module runs its code."""
+    """Refuse a checkpoint whose model is code unless it is trusted: a checkpoint may come from anyone."""
     if ":" in config.model and "model" not in given and not trusted:
         raise ConfigError(
             f"The checkpoint in {config.out!r} names the model {config.model!r}, which is code to import; say so yourself "
@@ -98,6 +98,6 @@ def _check_trust(config: TrainConfig, given: dict[str, Any], *, trusted: bool) -
 
 def _advice(config: TrainConfig, has_checkpoint: bool) -> str:
     if not has_checkpoint:
-        return "interrupted before the first checkpoint; there is nothing to go on from."
+        return "interrupted before the first checkpoint; there is nothing to continue from."
     model = f" --model {config.model}" if ":" in config.model else ""
-    return f"interrupted; go on from the last checkpoint with: salience train --resume --out {config.out}{model}"
+    return f"interrupted; continue from the last checkpoint with: salience train --resume --out {config.out}{model}"

@@ -1,4 +1,4 @@
-"""What a run uses of this room: the controller, and the measurement of each window for it."""
+"""The interface of this room for a run: the controller, and the measurement of each window for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from salience.watch.probe import WARMUP_STEPS, Probe
 from salience.watch.steps import Step, Steps
 
 MAX_TIMED_BATCHES = 8
-"""Most batches of a probe that are timed."""
+"""Maximum number of batches that a probe times."""
 
 
 class Auto:
@@ -37,7 +37,7 @@ class Auto:
         self.controller = Controller(Settings(), windows=epochs, batches=0)
         self._probe: Probe | None = None
         self._mark = 0
-        """Steps before the window in progress."""
+        """Number of steps before the window in progress."""
         self._batches = self._ahead = 0
         self._planned = self._lead = 0.0
         self._restarts, self._whole, self._first = True, False, True
@@ -48,7 +48,7 @@ class Auto:
         return self._recorded is not None
 
     def start(self, settings: Settings, batches: int, *, decides: bool = True, adopted: bool = False) -> None:
-        """Begin; windows have `batches` each. The deciding rank reads the baseline. `adopted`: the cache is a lever."""
+        """Start, with `batches` per window. The deciding rank reads the baseline. `adopted`: the cache is a lever, and on."""
         if self._recorded is not None:
             self.controller = Controller(settings, windows=0, batches=0)
             self.controller.probing = False
@@ -78,7 +78,7 @@ class Auto:
         self.controller.held += sum(step.held for step in self._steps(steps))
 
     def edge(self, window: int, steps: Steps, available: AvailableLevers) -> list[LeverDecided]:
-        """Between two windows: the decisions of the controller on the last one; a replay does what the earlier run did."""
+        """Between two windows: the controller's decisions on the last one; a replay repeats those of the earlier run."""
         if self._recorded is not None:
             first = max((one for one in self._recorded if one <= window), default=None)
             self.controller.settings = self.controller.settings if first is None else self._recorded[first]

@@ -1,4 +1,4 @@
-"""Adopt, then verify: a state machine that is asked once at every window's edge.
+"""Adopt, then verify: a state machine that decides once at every window's edge.
 
 measure -> try the best lever -> keep: measure again
    ^                          -> undo: try the next
@@ -23,14 +23,14 @@ from salience.watch.model import MIN_SPEEDUP_TO_TRY, find_bottleneck
 STEP_DRIFT = 1.15
 """The run is measured again when the seconds per step change by more than this factor."""
 TRIAL_SHARE = 0.3
-"""Largest share of the run's windows for trials that end with undoing, once one did."""
+"""Largest share of the run's windows for unsuccessful trials, once there was one."""
 HELD_SHARE = 0.01
 """Largest share of the run's batches that probes may hold back."""
 LOSSY_LEVERS = {"treat": 'treat="reuse"', "select": 'select="default"'}
 
 
 class Controller:
-    """Decides from measured windows; `settings` and `probing` are those of the next window."""
+    """Decides by measured windows; `settings` and `probing` are for the next window."""
 
     def __init__(
         self,
@@ -42,27 +42,27 @@ class Controller:
         histories: Sequence[History] = (),
         adopted: bool = False,
     ) -> None:
-        """`adopted`: the cache of `start` is a lever that is on from the first window, which fills it."""
+        """`adopted`: the cache in `start` is a lever that is on from the first window, which fills it."""
         self.settings = start
         self.fills = adopted
         """True if the window in progress fills a cache that is on from the start."""
         self.probing = True
         """True if the next window is to be measured with a probe."""
         self.held = 0
-        """Batches that probes held back so far."""
+        """Number of batches that probes held back so far."""
         self.verdict: BottleneckFound | None = None
-        """What held the run back in the last window that was measured, with its costs."""
+        """What held the run back in the last measured window, with its costs."""
         self._windows, self._batches = windows, batches
         self._lossy, self._histories = lossy or bool(histories), histories
         self._step: float | None = None
         """Seconds per step at the last measurement."""
         self._trial: Trial | None = None
         self._spent = 0
-        """Windows of trials that ended with undoing."""
+        """Number of windows spent on unsuccessful trials."""
         self._undone: dict[str, str] = {}
         """Lever -> the verdict under which it was undone."""
         self._banned: set[str] = set()
-        """Levers that are never tried again: under them the metric left the baseline's band, or they failed."""
+        """Levers that are never tried again, because the metric left the baseline's band under them, or they failed."""
         self._proven: set[str] = set()
         """Lossy levers under which the metric stayed in the baseline's band."""
         self._said: set[str] = set()
@@ -70,7 +70,7 @@ class Controller:
 
     @property
     def allowance(self) -> int:
-        """Batches that may still be held back."""
+        """Number of batches that may still be held back."""
         return int(HELD_SHARE * self._batches) - self.held
 
     def hear(self, metric: float, progress: float) -> None:
@@ -79,7 +79,7 @@ class Controller:
             self._heard = metric, progress
 
     def edge(self, window: int, timing: WindowTiming | None, available: AvailableLevers) -> list[LeverDecided]:
-        """`window` begins; `timing` is that of the window before, None if that was not whole or too short."""
+        """Decide before `window`; `timing` is that of the previous window, None if it was incomplete or too short."""
         said = self._guard(window)
         if any(decision.action == "undo" for decision in said):  # this window says nothing of what comes
             return said
@@ -101,7 +101,7 @@ class Controller:
         return said + self._choose(window, timing, available)
 
     def _adopt(self, window: int, timing: WindowTiming, costs: StepCosts, share: float) -> LeverDecided:
-        """The cache was on from the start: its trial is the window that comes, against the one that filled it."""
+        """Judge a cache that was on from the start: its trial compares the next window with the one that filled it."""
         self.fills = False
         option = Option.of(costs, cache_lever(self.settings.cache, share), self.settings, remembers=True)
         base = replace(self.settings, cache=0)
@@ -109,7 +109,7 @@ class Controller:
         return _decided(window, option, "try", "on from the first window, which filled it")
 
     def _choose(self, window: int, timing: WindowTiming, available: AvailableLevers) -> list[LeverDecided]:
-        """The best lever goes on; levers that are not worth it are named once."""
+        """Switch on the best lever; levers that are not worth trying are named once."""
         assert self.verdict is not None
         assert self.verdict.costs is not None
         said = [self._skip(window, name, None, why) for name, why in available.refused.items()]
@@ -147,7 +147,7 @@ class Controller:
         return ""
 
     def _judge(self, window: int, timing: WindowTiming, trial: Trial) -> list[LeverDecided]:
-        """Count the window, and keep or undo the lever if the trial is over."""
+        """Add the window to the trial, and keep or undo the lever if the trial is over."""
         self._trial = trial = trial.after(timing, self.settings)
         self.settings, found = trial.next, trial.verdict
         if found is None:
@@ -162,7 +162,7 @@ class Controller:
         return [_decided(window, trial.option, "keep", reason, trial.gain)]
 
     def _blind(self, window: int) -> list[LeverDecided]:
-        """A window was not measured; a trial that this happens to twice is over."""
+        """Note that a window was not measured; if this happens twice in a trial, the trial ends."""
         if self._trial is None:
             return []
         self._trial = trial = replace(self._trial, unseen=self._trial.unseen + 1, windows=self._trial.windows + 1)
@@ -171,7 +171,7 @@ class Controller:
         return [self._undo(window, trial, "its windows were too short or broken off")]
 
     def _undo(self, window: int, trial: Trial, reason: str) -> LeverDecided:
-        """The trial is over, and the run is again as it was before."""
+        """End the trial and restore the settings from before it."""
         self._trial, self.settings = None, trial.base
         self.probing = trial.whole  # without its cache the run was never measured
         self._spent += trial.windows
@@ -179,7 +179,7 @@ class Controller:
         return _decided(window, trial.option, "undo", reason, trial.gain)
 
     def _guard(self, window: int) -> list[LeverDecided]:
-        """Undo lossy levers when the metric is under the baseline's band at equal progress."""
+        """Undo lossy levers if the metric is below the baseline's band at equal progress."""
         heard, self._heard = self._heard, None
         on = [name for field, name in LOSSY_LEVERS.items() if getattr(self.settings, field)]
         found = None if heard is None else band(self._histories, heard[1])
@@ -202,7 +202,7 @@ class Controller:
         return [LeverDecided(window=window, lever=name, action="undo", reason=reason) for name in on]
 
     def failed(self, window: int, before: Settings, why: str) -> LeverDecided:
-        """A lever could not be switched: everything stays as it was before."""
+        """A lever could not be switched: restore the previous settings."""
         name = "settings" if self._trial is None else self._trial.option.name
         self._banned.add(name)
         self._trial, self.settings = None, before
@@ -213,7 +213,7 @@ class Controller:
         return "" if self.verdict is None else f"{self.verdict.bound}: {self.verdict.cause}"
 
     def _skip(self, window: int, lever: str, predicted: float | None, reason: str) -> LeverDecided | None:
-        """A decision to skip; each lever and reason is reported once."""
+        """A decision to skip a lever; each lever and reason is reported once."""
         if f"{lever}: {reason}" in self._said:
             return None
         self._said.add(f"{lever}: {reason}")

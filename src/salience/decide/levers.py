@@ -1,4 +1,4 @@
-"""What may differ from window to window, what this run could be switched to, and what each switch could gain at most."""
+"""The settings that may differ from window to window, those available in this run, and the most that each change could gain."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from salience.events import SettingsChanged, StepCosts
 from salience.watch.model import Lever, ceiling, more_workers
 
 REUSED_SHARE = 0.75
-"""Largest share of the visits that reuse an intermediate: one is made for four visits."""
+"""Largest share of the visits that reuse an intermediate: one is made for every four visits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """How one window is run."""
+    """The settings of one window."""
 
     workers: int = 0
     cache: int = 0
@@ -70,9 +70,9 @@ class AvailableLevers:
     cores: int = 1
     """Cores for the workers of one rank; 0 if the number of workers must not change."""
     cache: int = 0
-    """Bytes that a cache could have; 0 if there can be none."""
+    """Possible size of a cache in bytes; 0 if there can be none."""
     share: float = 1.0
-    """Share of the source that would fit into that cache."""
+    """Share of the source that fits into that cache."""
     reusable: tuple[str, ...] = ()
     """Stages whose results could be reused."""
     keep: Sequence[float] = ()
@@ -86,11 +86,11 @@ class Option:
     """One lever that could be switched on now."""
 
     name: str
-    """As the user would write it."""
+    """Its name as the user would write it."""
     exact: bool
-    """True if the run stays exactly the same."""
+    """True if the result of training stays exactly the same."""
     remembers: bool
-    """True if its gain builds up over a window, so that switching it on and off in turn says nothing."""
+    """True if its gain builds up over a window, so that alternating windows say nothing."""
     settings: Settings
     """The settings with this lever on."""
     predicted: float
@@ -103,7 +103,7 @@ class Option:
 
 
 def cache_lever(size: int, share: float) -> Lever:
-    """A cache of `size` bytes, which holds a share of the source."""
+    """The lever for a cache of `size` bytes, which holds a share of the source."""
     return Lever(name=f"cache={size}", exact=True, saves={"fetch": share})
 
 

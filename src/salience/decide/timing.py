@@ -1,4 +1,4 @@
-"""The timing of one window: its seconds as they would be without a probe, and what each part of a step costs."""
+"""The timing of one window: its seconds as if without a probe, and the cost of each part of a step."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from salience.watch.probe import WARMUP_STEPS, costs_of
 from salience.watch.steps import Step
 
 DROPPED_STEPS = 4
-"""First steps of a window that do not count: something may just have been switched."""
+"""Number of first steps of a window that do not count, since something may just have been switched."""
 MAX_BLOCKS = 8
-"""Most parts that a window is divided into, to be compared with those of another."""
+"""Maximum number of parts of a window that are compared with those of another."""
 MIN_STEPS = 4
 """A window with fewer steps says nothing."""
 
@@ -74,7 +74,7 @@ def measure_window(
 
 
 def _filling(natural: Sequence[Step], body: Sequence[Step], batches: int, lead: float, workers: int) -> WindowTiming:
-    """Waits of all steps, and computing of those after the first; input alone is taken to be as slow as both together."""
+    """Timing of a window that fills a cache, from waits of all steps and computing after the first ones; input is their sum."""
     wait = float(np.mean([step.wait if step.idle is None else min(step.idle, step.wait) for step in natural]))
     forward, backward = np.mean([(step.forward, step.backward) for step in body], axis=0).tolist()
     names = {name: 0 for step in natural for name in step.work}

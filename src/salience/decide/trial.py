@@ -1,4 +1,4 @@
-"""Did it help? Windows with and without a lever, by turns, and a paired test unless the first pair is clear.
+"""Did it help? Windows with and without a lever alternate, with a paired test unless the first pair is clear.
 
 speed-up        exp(mean d),  d_i = log(seconds of window i without) - log(seconds of window i with)
 lower bound     exp(mean d - t * s / sqrt(k)),  t = 95% point of Student's t with k - 1 degrees of freedom, one-sided
@@ -19,9 +19,9 @@ from salience.stats import paired_interval
 MIN_SPEEDUP_TO_KEEP = 1.02
 """A lever stays on if the lower bound of its speed-up is above this."""
 MIN_FIRST_SPEEDUP, CLEAR_FIRST_SPEEDUP = 1 / 1.1, 1.25
-"""If the first pair shows less than the first, or more than the second, the trial ends at once.
+"""If the first pair shows a speed-up below the first value, or above the second, the trial ends at once.
 
-Of recorded windows with equal settings, one in fifty is faster than another by more than the second.
+Of recorded windows with equal settings, only one in fifty is faster than another by more than the second value.
 """
 MAX_PAIRS = 4
 """After this many pairs the trial ends, whatever the result."""
@@ -29,7 +29,7 @@ MAX_PAIRS = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gain:
-    """A measured speed-up with its interval: the true value lies beyond each end with 5% probability."""
+    """A measured speed-up with its interval: the true value is beyond each end with 5% probability."""
 
     speedup: float
     low: float
@@ -55,14 +55,14 @@ class Trial:
     """The settings without the lever."""
     off: tuple[float, ...]
     on: tuple[float, ...] = ()
-    """Seconds of windows with the lever; for a lever that remembers, of the parts of one window."""
+    """Seconds of windows with the lever; for a lever with memory, of the parts of one window."""
     filled: bool = False
     whole: bool = False
-    """True if the lever was on from the start: then the window that filled it is compared with the next."""
+    """True if the lever was on from the start: the window that filled it is then compared with the next."""
     windows: int = 0
-    """Windows that the trial has taken so far."""
+    """Number of windows that the trial has taken so far."""
     unseen: int = 0
-    """Windows of the trial that could not be measured."""
+    """Number of windows of the trial that could not be measured."""
 
     @classmethod
     def of(cls, option: Option, base: Settings, timing: WindowTiming) -> Trial:
@@ -82,18 +82,18 @@ class Trial:
 
     @property
     def next(self) -> Settings:
-        """The settings of the next window while the trial lasts: the lever is on and off in turn."""
+        """The settings of the next window during the trial: the lever is alternately on and off."""
         return self.base if len(self.on) == len(self.off) and not self.option.remembers else self.option.settings
 
     @property
     def gain(self) -> Gain | None:
-        """The speed-up measured so far; None while nothing can be said."""
+        """The speed-up measured so far; None if nothing can be said yet."""
         whole = bool(self.on) and (self.option.remembers or len(self.on) == len(self.off))
         return gain(self.off, self.on) if whole else None
 
     @property
     def verdict(self) -> tuple[bool, str] | None:
-        """True to keep the lever or False to undo it, and why; None while the trial goes on."""
+        """True to keep the lever or False to undo it, and the reason; None while the trial continues."""
         found, pairs = self.gain, len(self.on)
         if found is None:
             return None
@@ -118,5 +118,5 @@ class Trial:
 
 
 def windows_needed(option: Option) -> int:
-    """Fewest windows of a trial after one without the lever: a clear gain shows in one; what remembers is filled first."""
+    """Minimum number of windows of a trial after one without the lever: one if the gain is clear; memory is filled first."""
     return 2 if option.remembers else 1

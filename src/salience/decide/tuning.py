@@ -1,11 +1,11 @@
-"""Settings of a selection tuned on validation, by short runs: optuna asks and is told, statistics decide.
+"""Tunes settings of a selection on validation results by short runs: optuna proposes, statistics decide.
 
-    first run     the default, on half of the validation set: how small a difference could be seen at all?
-    search        optuna asks for settings, a short run is made with each, and optuna is told gain per second
+    first run     the default, on half of the validation set: how small a difference could be seen?
+    search        optuna proposes settings, each gets a short run, and the gain per second is reported back
     confirmation  the best and the default on fresh seeds, on the other half of the validation set, sample by sample
-    decision      the best, if it is better by more than chance explains; else the default stays
+    decision      the best, if it is better by more than chance explains; otherwise the default stays
 
-A search always finds something that looks better. What decides is data and seeds that the search has not seen.
+A search always finds something that looks better, so data and seeds that the search has not seen decide.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from salience.select import preset
 from salience.stats import t_quantile
 
 Results = npt.NDArray[np.float64]
-"""A number per validation sample, higher is better: 1 where the model is right, or minus its loss, float64 [n]."""
+"""A number per validation sample, higher is better: 1 if the model is right, or minus its loss, float64 [n]."""
 Train = Callable[[SelectConfig, int], Any]
-"""A short run with this selection and seed; returns `Results`, or these and what it cost."""
+"""A short run with this selection and seed; returns `Results`, or these and the cost of the run."""
 Bounds = tuple[float, float]
 
 SPACES: dict[str, dict[str, Bounds]] = {
@@ -40,13 +40,13 @@ SPACES: dict[str, dict[str, Bounds]] = {
     "prune_rescale": {"drop": (0.2, 0.8)},
     "hide": {"confidence": (0.5, 0.95)},
 }
-"""Sampler -> what can be tuned of it, and between which values: exploration, and offset and width of sliding windows."""
+"""Sampler -> its settings to tune and their bounds: exploration, and offset and width of sliding windows."""
 MIN_GAIN = 0.01
-"""A difference worth finding; a validation set that cannot show it decides nothing."""
+"""Smallest difference worth finding; a validation set that cannot show it cannot decide."""
 CONFIRMATIONS = 3
-"""Fresh seeds on which the best and the default are compared."""
+"""Number of new seeds on which the best and the default are compared."""
 LEVEL = 0.9
-"""Of two-sided intervals: 5% on each side."""
+"""Level of two-sided intervals: 5% on each side."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +55,7 @@ class Tried:
 
     settings: Mapping[str, float]
     metric: float
-    """Mean result on the half of the validation set that searches."""
+    """Mean result on the half of the validation set used by the search."""
     seconds: float
     reward: float
     """Gain over the start per second."""
@@ -63,19 +63,19 @@ class Tried:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuned:
-    """What a search decided."""
+    """The result of a search."""
 
     config: SelectConfig
-    """What to train with: the best that was found, or the default."""
+    """The config to train with: the best that was found, or the default."""
     settings: Mapping[str, float]
-    """The settings that were found; empty where the default stays."""
+    """The settings that were found; empty if the default stays."""
     reason: str
     gain: float = 0.0
-    """Mean difference to the default on fresh seeds and the other half of the validation set."""
+    """Mean difference from the default on new seeds and the other half of the validation set."""
     interval: tuple[float, float] = (0.0, 0.0)
     """Its interval, two-sided at 90%."""
     detectable: float = 0.0
-    """Smallest difference that the validation set shows."""
+    """Smallest difference that the validation set can show."""
     tried: tuple[Tried, ...] = field(default=())
 
     @property
@@ -93,13 +93,13 @@ def tune_select(
     min_gain: float = MIN_GAIN,
     seed: int = 0,
 ) -> Tuned:
-    """Tune settings of `select` on validation; the default stays unless another is better by more than chance explains.
+    """Tune settings of `select` on validation results; the default stays unless another is better by more than chance.
 
     `train(select, seed)` makes a short run and returns a number per validation sample, higher is better (1 where the model is
-    right), always of the same samples in the same order; or these and what the run cost, which then stands for its seconds
-    (visits, where others use the machine too). `space` maps settings to (low, high): "sampler.floor",
-    "keep.share", "scores.0.weight", ...; by default it is what the sampler has. The reward of a run is (mean result -
-    `start`) per second. Where a difference of `min_gain` could not be seen on the validation set, nothing is searched.
+    right), always for the same samples in the same order; or these and the cost of the run, which then replaces its seconds
+    (visits, for instance, on a shared machine). `space` maps settings to (low, high): "sampler.floor",
+    "keep.share", "scores.0.weight", ...; by default the settings of the sampler. The reward of a run is (mean result -
+    `start`) per second. If the validation set cannot show a difference of `min_gain`, there is no search.
     Needs `pip install 'salience[tune]'`.
     """
     base = preset(select) if isinstance(select, str) else select
@@ -202,10 +202,10 @@ def halves(n: int, seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int
 
 
 def detectable(results: Results) -> float:
-    """Smallest mean difference of two settings that these validation samples show, one-sided at 95%: 1.645 * s / sqrt(n).
+    """Smallest mean difference of two settings that these validation samples can show, one-sided at 95%: 1.645 * s / sqrt(n).
 
-    s^2 is the variance of a sample's result, which is that of the difference of two models whose errors correlate by a half.
-    More runs help little: what they share is the samples.
+    s^2 is the variance of a sample's result, which equals that of the difference of two models with error correlation 0.5.
+    More runs help little, since they share the samples.
     """
     return float(_quantile(len(results) - 1) * np.sqrt(results.var(ddof=1) / len(results)))
 
@@ -230,7 +230,7 @@ def _quantile(dof: int) -> float:
 
 
 def default_space(config: SelectConfig) -> dict[str, Bounds]:
-    """What can be tuned of this selection without changing how many samples it visits."""
+    """The settings of this selection that can be tuned without changing how many samples it visits."""
     found = {f"sampler.{name}": bounds for name, bounds in SPACES.get(config.sampler.label, {}).items()}
     if len(config.scores) > 1:
         found |= {f"scores.{i}.weight": (0.0, 2.0) for i in range(len(config.scores))}
@@ -238,7 +238,7 @@ def default_space(config: SelectConfig) -> dict[str, Bounds]:
 
 
 def read_setting(config: SelectConfig, name: str) -> float:
-    """What a setting is now: its plug-in's default where it is not written down, NaN where that is no number."""
+    """The current value of a setting: its plug-in's default if it is not given, NaN if that is not a number."""
     used, option, _ = _place(config, name)
     if option == "weight" and name.startswith("scores."):
         return used.weight
@@ -263,7 +263,7 @@ def with_settings(config: SelectConfig, settings: Mapping[str, float]) -> Select
 
 
 def _place(config: SelectConfig, name: str) -> tuple[Use, str, Callable[[Use], SelectConfig]]:
-    """The plug-in that has a setting, what the plug-in calls it, and a function that puts another in its place."""
+    """The plug-in that has a setting, its name there, and a function that replaces the plug-in."""
     part, _, option = name.rpartition(".")
     if part in ("sampler", "keep"):
         return getattr(config, part), option, lambda new: replace(config, **cast("Any", {part: new}))

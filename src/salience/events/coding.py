@@ -1,6 +1,6 @@
-"""Events as JSON objects and back: the dataclass says which fields there are and what each must be.
+"""Converts events to JSON objects and back: the dataclass says which fields there are and what each must be.
 
-A field's `metadata` may name it differently in JSON ("json"), or let it hold all fields that have no place elsewhere ("rest").
+A field's `metadata` may give it another name in JSON ("json"), or make it hold all other fields ("rest").
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Malformed(ValueError):
 
 
 def encode(data: EventData) -> dict[str, Any]:
-    """The fields as plain JSON values; what is not finite becomes null."""
+    """The fields as plain JSON values; numbers that are not finite become null."""
     found: dict[str, Any] = {}
     for one in fields(data):
         value = plain(getattr(data, one.name))
@@ -34,19 +34,19 @@ def encode(data: EventData) -> dict[str, Any]:
 
 
 def decode(kind: str, given: Mapping[str, Any], *, strict: bool = False) -> EventData:
-    """The dataclass of that kind. `strict` refuses unknown fields and takes null for a number that was not finite."""
+    """The event of that kind. `strict` refuses unknown fields and accepts null for a number that was not finite."""
     if kind not in KINDS:
         raise Malformed(f"There is no event of kind {kind!r}.{did_you_mean(kind, KINDS)}")
     return cast("EventData", _object(KINDS[kind], given, kind, strict))
 
 
 def build(wanted: type[T], given: Any) -> T:
-    """Any dataclass from plain JSON values; unknown fields are ignored."""
+    """An instance of any dataclass from plain JSON values; unknown fields are ignored."""
     return cast("T", _object(wanted, given, wanted.__name__, strict=False))
 
 
 def plain(value: Any) -> Any:
-    """Lists for tuples and arrays, null for what is not finite, text for what JSON does not know; no passwords in URLs."""
+    """JSON values: lists for tuples and arrays, null for numbers not finite, text for other types; no passwords in URLs."""
     if isinstance(value, np.ndarray):
         return plain(value.tolist())
     if isinstance(value, np.generic):

@@ -1,4 +1,4 @@
-"""What a run found out about its samples, as values: labels that look wrong, hard samples, near-copies, classes."""
+"""What a run found out about its samples: labels that look wrong, hard samples, near-copies, classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can happen in a run: one frozen dataclass per kind of event. Everything a report shows is in these fields."""
+"""What can happen in a run: one frozen dataclass per kind of event. Everything a report shows comes from these fields."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RunStarted:
     batch_size: int = 0
     """Samples per batch and rank."""
     epochs: int | None = None
-    """Planned number of windows; None where the run was not told."""
+    """Planned number of epochs; None if it was not given."""
     seed: int = 0
     """The seed all plans are derived from."""
     world: int = 1
@@ -44,7 +44,7 @@ class FilterNote:
     dropped: int = 0
     """Samples it left out."""
     forced: int = 0
-    """Samples it insisted on."""
+    """Samples it forced."""
     reason: str = ""
     """Why, in words."""
 
@@ -69,7 +69,7 @@ class WindowPlanned:
     filters: tuple[FilterNote, ...] = ()
     """One note per filter."""
     by_importance: tuple[float, ...] | None = None
-    """Share of the samples that was picked, by tenths of importance from the least on; None where all are equal."""
+    """Share of the samples that was picked, by tenths of importance in ascending order; None if all are equal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,9 +80,9 @@ class WindowClosed:
     window: int
     """Window index, starting at 0."""
     batches: int
-    """Batches that were delivered."""
+    """Number of batches delivered."""
     of: int
-    """Batches that were planned."""
+    """Number of batches planned."""
     finished: bool
     """False if the loop left before the last batch."""
     seconds: float
@@ -158,7 +158,7 @@ class Steered:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SignalsChosen:
-    """The first batch of the attached model settled what gradient norms are made of."""
+    """The first batch of the attached model decided which layers gradient norms are computed from."""
 
     kind: ClassVar[str] = "signals"
     text: str
@@ -191,7 +191,7 @@ class LayerNearZero:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientsProbed:
-    """At an accuracy mark, the gradients of a few samples were looked at one by one."""
+    """At an accuracy mark, the gradients of a few samples were examined one by one."""
 
     kind: ClassVar[str] = "gradients"
     window: int
@@ -203,13 +203,13 @@ class GradientsProbed:
     mean_loss: float
     """Mean of their losses."""
     losses: tuple[float, ...] = ()
-    """Mean loss of groups of equally many samples, in the order of their losses."""
+    """Mean loss of groups of equal size, in the order of their losses."""
     shares: tuple[float, ...] = ()
     """Share of all gradient entries near zero in each group."""
     layers: tuple[LayerNearZero, ...] = ()
     """The layers one by one."""
     learnt_loss: float | None = None
-    """Loss under which nine tenths of a sample's gradient are near zero; None where no sample is like that."""
+    """Loss below which nine tenths of a sample's gradient are near zero; None if there is no such sample."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,7 +263,7 @@ class FeedCounted:
     samples: int = 0
     """Samples requested."""
     bytes_used: int = 0
-    """Bytes of the samples that were handed on."""
+    """Bytes of the samples that were delivered."""
     bytes_sent: int = 0
     """Bytes the store sent, including gaps between samples and repeated requests."""
     requests: int = 0
@@ -288,13 +288,13 @@ class TreatCounted:
     views: int = 1
     """Views per fetched sample."""
     split: int | None = None
-    """Stages before the kept intermediate; None where nothing is kept."""
+    """Number of stages before the kept intermediate; None if nothing is kept."""
     adapted: float = 1.0
-    """Strength of stages with a curve, as it follows the gap between training and validation."""
+    """Strength of stages with a curve, which follows the gap between training and validation."""
     frozen: tuple[str, ...] = ()
     """Random stages whose draws are kept with the intermediate."""
     fresh_shares: tuple[float | None, ...] = ()
-    """Least, median and largest share of a sample's visits that were fresh."""
+    """Smallest, median and largest share of a sample's visits that were fresh."""
     costs_us: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
     """Microseconds per call, by stage."""
     saved_seconds: float = 0.0
@@ -336,7 +336,7 @@ EventData = (
     | SamplesScored | CopiesFound | Findings | SampleBroken | FeedCounted | TreatCounted | BottleneckFound | LeverDecided
     | SettingsChanged | Summarised | Warned
 )  # fmt: skip
-"""Anything an event can say."""
+"""Any kind of event."""
 
 KINDS: dict[str, type[Any]] = {one.kind: one for one in EventData.__args__}
 """The dataclass of each kind."""

@@ -1,10 +1,10 @@
-"""The event log: JSON lines, the version in the first one; the only thing reports are made from.
+"""The event log: JSON lines, the first of which has the version. Reports are made from nothing else.
 
     {"kind": "log", "v": 2}
     {"seq": 0, "time": 1731900000.0, "kind": "run", ...}
 
-`seq` counts 0, 1, 2, ...; `time` is in seconds since 1970; the other fields are those of the kind's dataclass. Version 1 had no
-first line of its own and a `v` on every line; it is still read.
+`seq` counts 0, 1, 2, ...; `time` is in seconds since 1970; the other fields are those of the kind's dataclass. Version 1 had a
+`v` on every line instead of the first line; it can still be read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from salience.events.kinds import KINDS, EventData
 
 VERSION = 2
 LARGEST_NUMBER = 10**18
-"""No valid event has a larger number; one that has is damaged."""
+"""No valid event has a larger number; an event that does is damaged."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,18 +63,18 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """A line that is no event."""
+    """A line that is not an event."""
 
     why: str
-    """"torn": not a whole JSON object. "newer": of a later version. "unknown": of an unknown kind. "malformed": bad fields."""
+    """"torn": not a complete JSON object. "newer": a later version. "unknown": an unknown kind. "malformed": bad fields."""
     kind: str = ""
-    """The kind of event, where the line says."""
+    """The kind of event, if the line has one."""
     version: int = 0
-    """The version of the line, where it is newer."""
+    """The version of the line, if it is newer."""
 
 
 class EventLog:
-    """Appends events to a file (if given one) and hands them to listeners. Only rank 0 should have a file."""
+    """Appends events to a file (if there is one) and passes them to listeners. Only rank 0 should have a file."""
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = None if path is None else Path(path)
@@ -137,12 +137,12 @@ class EventLog:
 
 
 def log_warning(text: str) -> None:
-    """Say it through Python's logging, which prints it to stderr unless the program has set up logging itself."""
+    """Log a warning through Python's logging, which prints it to stderr unless the program has configured logging."""
     logging.getLogger("salience").warning("salience: %s", printable(text))
 
 
 def read(path: str | Path) -> Iterator[Event]:
-    """The events of a log. Lines that are no events (a torn last line, say) are skipped."""
+    """The events of a log. Lines that are not events (such as a torn last line) are skipped."""
     for line in scan(path):
         if isinstance(line, Event):
             yield line
@@ -154,7 +154,7 @@ def read(path: str | Path) -> Iterator[Event]:
 
 
 def scan(path: str | Path) -> Iterator[Event | Fault]:
-    """Every line of a log but the one with the version: an event, or why it is none."""
+    """Every line of a log except the one with the version: an event, or a Fault."""
     version = VERSION
     with Path(path).open(encoding="utf-8", errors="replace") as file:
         for text in file:
@@ -206,12 +206,12 @@ def _bounded(kind: Callable[[str], float]) -> Callable[[str], float]:
 
 
 def _refuse(constant: str) -> Any:
-    """NaN and Infinity are not JSON, and an event log never has them."""
+    """Refuse NaN and Infinity, which are not JSON and never occur in an event log."""
     raise ValueError(constant)
 
 
 def _begins_with_version(path: Path) -> bool:
-    """True if the log is of this version and can simply be continued; a file that is no log is refused."""
+    """True if the log has this version and can simply be continued; a file that is not a log is refused."""
     with path.open(encoding="utf-8", errors="replace") as file:
         text = file.readline(1_000_000)
     if text.strip() and not text.startswith("{"):
@@ -221,7 +221,7 @@ def _begins_with_version(path: Path) -> bool:
 
 
 def _end_torn_line(path: Path) -> None:
-    """A killed run may leave half a line; close it so that the next event starts on its own."""
+    """Close a half line that a killed run may have left, so that the next event starts on a new line."""
     with path.open("rb+") as file:
         if file.seek(0, 2) == 0:
             return

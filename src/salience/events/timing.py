@@ -32,13 +32,13 @@ class LeverCeiling:
     name: str
     """The lever as the user writes it."""
     exact: bool
-    """True if training stays exactly as it was."""
+    """True if the result of training stays exactly the same."""
     speedup: float | None
-    """Speed-up at most; None where it is unbounded."""
+    """Largest possible speed-up; None if it is unbounded."""
     low: float | None
     """Lower end of the bracket."""
     high: float | None
-    """Upper end of the bracket; None where it is unbounded."""
+    """Upper end of the bracket; None if it is unbounded."""
     worth: bool = True
     """False if it promises too little to be worth trying."""
 
@@ -48,7 +48,7 @@ class StepCosts:
     """Seconds per step in steady state."""
 
     step: float
-    """Seconds per step as the run is."""
+    """Seconds per step of the run as it is."""
     wait: float
     """Seconds per step that the accelerator waits for input."""
     input: float
@@ -64,7 +64,7 @@ class StepCosts:
     backward: float = 0.0
     """Seconds per step from the loss to the next batch, without `sync`."""
     sync: float = 0.0
-    """Seconds per step spent waiting for gradients of other ranks, where `salience.sync` exchanges them."""
+    """Seconds per step spent waiting for gradients of other ranks, if `salience.sync` exchanges them."""
     workers: int = 0
     """Number of workers."""
     steps: int = 0
@@ -96,7 +96,7 @@ class MachineUse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BottleneckFound:
-    """It was measured what holds the run back."""
+    """A measurement of what holds the run back is complete."""
 
     kind: ClassVar[str] = "verdict"
     text: str
@@ -106,9 +106,9 @@ class BottleneckFound:
     bound: str = ""
     """"input", "compute", "mixed" or "sync"."""
     cause: str = ""
-    """The stage behind most of it."""
+    """The stage that causes most of it."""
     share: float | None = None
-    """Share of that stage in what the loader does, or in compute."""
+    """Share of that stage in the time of the loader, or in compute."""
     costs: StepCosts | None = None
     """The measured seconds."""
     levers: tuple[LeverCeiling, ...] = ()

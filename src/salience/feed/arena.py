@@ -1,4 +1,4 @@
-"""Memory for the bytes of samples: where each sample lies, which batches hold it, and when its memory is freed."""
+"""Memory for the bytes of samples: where each sample is, which batches hold it, and when its memory is freed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Arena:
         return self._space.size
 
     def has(self, i: int) -> bool:
-        """True if its bytes are in memory, or the reason why it is broken."""
+        """True if its bytes, or the reason why it is broken, are in memory."""
         return bool(self.shared.state[i] & HERE)
 
     def take(self, i: int) -> int | None:
@@ -40,7 +40,7 @@ class Arena:
         return self._space.take(int(self.sizes[i]))
 
     def give(self, i: int, place: int | None = None) -> None:
-        """Free memory that was reserved and not filled."""
+        """Free memory that was reserved but not filled."""
         self._space.give(int(self.shared.offset[i]) if place is None else place, int(self.sizes[i]))
 
     def put(self, i: int, data: bytes | Broken) -> None:
@@ -105,7 +105,7 @@ class Arena:
             self.tidy(i)
 
     def tidy(self, i: int) -> None:
-        """Free the memory of a sample that nobody needs. A broken one is never kept, so that it is fetched again."""
+        """Free the memory of a sample if nobody needs it. A broken one is never kept, so that it is fetched again."""
         state = self.shared.state[i]
         if not self._pins[i] and (state & BROKEN or not state & KEPT_FLAG):
             self._drop(i)

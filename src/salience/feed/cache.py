@@ -1,4 +1,4 @@
-"""The cache of a node as the training process sees it: it starts the feeder, tells it the plans, and hands out bytes."""
+"""The cache of a node, seen from the training process: it starts the feeder, sends it the plans, and delivers bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from salience.errors import ConfigError, DataError, StoreError
 from salience.feed.disk import parse_disk
 from salience.feed.options import checked_budget
 from salience.feed.policy import Ids, OpenPolicy
-from salience.feed.process import Job, Process
+from salience.feed.process import FeederArguments, Process
 from salience.feed.ranges import feeder_gap
 from salience.feed.reads import Broken, Counts
 from salience.feed.schedule import FeedWindow, Limits, in_order
@@ -39,7 +39,7 @@ class Handle:
         self._parent = os.getpid()
 
     def read(self, ticket: int, ids: Sequence[int]) -> list[Any]:
-        """Wait for a batch and return the bytes of each sample (or a view of them), or a Broken that says what is wrong."""
+        """Wait for a batch and return the bytes of each sample (or a view of them), or a Broken with the reason."""
         self._wait(ticket)
         fence()  # the ticket before the bytes
         return [self._one(i) for i in ids]
@@ -70,7 +70,7 @@ class Handle:
 
 
 class Feed:
-    """Starts the feeder of the node (on its first rank) and tells it the plans and which batches are done with."""
+    """Starts the feeder of the node (on its first rank) and tells it the plans and which batches are finished."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Feed:
         limits, capacity = _limits(source, self.budget, batch_size, workers, len(node_ranks))
         _check_tiers(disk, redis, source)
         self.shared = _shared(ranks, len(source), len(node_ranks), capacity)
-        self._job = Job(
+        self._job = FeederArguments(
             shared=self.shared, source=source, policy=policy, budget=self.budget, limits=limits, workers=workers,
             disk=disk, redis=redis,
         )  # fmt: skip
@@ -103,7 +103,7 @@ class Feed:
         self._owner = os.getpid()
         self._serial = 0
         self._windows: dict[int, None] = {}
-        """Windows that were planned since this cache was made."""
+        """Windows planned since this cache was created."""
         self._done: set[int] = set()
         self._end = 1
         """One more than the last ticket of this window."""
@@ -117,7 +117,7 @@ class Feed:
     def window(self, shard: Shard, delivered: set[int], unread: npt.NDArray[np.bool_] | None = None) -> None:
         """Begin a window of which this rank takes `shard`.
 
-        Batches of this rank in `delivered` are not wanted again, and visits in `unread` need no bytes.
+        Batches of this rank in `delivered` are not needed again, and visits in `unread` need no bytes.
         """
         if os.getpid() != self._owner:  # two feeders would write into one memory
             raise ConfigError("The cache belongs to the process that made the Loader; make one in each that iterates.")
@@ -161,7 +161,7 @@ class Feed:
         return (self._serial << SERIAL_SHIFT) + position
 
     def delivered(self, ticket: int) -> list[str]:
-        """Give back the memory of a batch that was handed on; returns warnings of the feeder since the last call."""
+        """Release the memory of a delivered batch; returns the feeder's warnings since the last call."""
         self._done.add(ticket)
         done = int(self.shared.done[self._rank])
         while done in self._done:
@@ -177,12 +177,12 @@ class Feed:
         return self._serial
 
     def break_off(self, serial: int) -> None:
-        """End a window early: workers that wait for one of its batches are let go."""
+        """End a window early and release workers that wait for one of its batches."""
         if serial == self._serial:
             self.shared.first[self._rank] = (serial + 1) << SERIAL_SHIFT
 
     def restore(self, resident: Ids) -> None:
-        """Start from what the cache held in the run that is resumed, when its window began."""
+        """Start with what the cache of the resumed run held when its window began."""
         self._restored = resident
 
     @property
@@ -205,7 +205,7 @@ class Feed:
         return True
 
     def counts(self) -> dict[str, int]:
-        """Counters of the node since the cache was made."""
+        """Counters of the node since the cache was created."""
         return self.shared.counts()
 
     def rival_bytes(self, trace: Trace, unread: Callable[[Plan], npt.NDArray[np.bool_] | None]) -> dict[str, int]:
@@ -215,7 +215,7 @@ class Feed:
         return rival_bytes((np.concatenate(in_order(batches)) for batches in windows), self.budget, self.source.sizes)
 
     def _batches(self, shard: Shard, unread: npt.NDArray[np.bool_] | None) -> list[list[Ids]]:
-        """Per rank of the node, the samples of its batches whose bytes are wanted."""
+        """For each rank of the node, the samples of its batches whose bytes are needed."""
         shards = [shard.of(rank) for rank in self._node_ranks]
         return [[read_ids(shard, k, unread) for k in range(len(shard))] for shard in shards]
 
@@ -227,7 +227,7 @@ class Feed:
         return Counts(**{name: count - before.get(name, 0) for name, count in counts.items()})
 
     def _importance(self, plan: Plan) -> npt.NDArray[np.float32]:
-        """Importance of every sample; for those the plan does not rank, what earlier plans said."""
+        """Importance of every sample; for samples that the plan does not rank, that of earlier plans."""
         if plan.ranks is not None:
             return plan.ranks.astype(np.float32)
         self._known[plan.ids] = plan.importance
@@ -243,12 +243,12 @@ class Feed:
 
 
 def read_ids(shard: Shard, k: int, unread: npt.NDArray[np.bool_] | None) -> Ids:
-    """Samples of batch k whose bytes are wanted."""
+    """Samples of batch k whose bytes are needed."""
     return shard.ids(k) if unread is None else shard.ids(k)[~unread[shard.span(k)]]
 
 
 def _check_tiers(disk: str | None, redis: str | None, source: Source) -> None:
-    """Raise now if a tier is misspelt or refuses us; the feeder opens them later."""
+    """Raise at once if a tier is misspelt or refuses access; the feeder opens them later."""
     if disk is not None:
         parse_disk(disk)
     for tier in open_tiers(None, redis, source.index, source.url, lambda text: None):
@@ -256,7 +256,7 @@ def _check_tiers(disk: str | None, redis: str | None, source: Source) -> None:
 
 
 def _limits(source: Source, budget: int, batch_size: int, workers: int, ranks: int) -> tuple[Limits, int]:
-    """How far to read ahead, and the size of the memory: the cache, what is read ahead, and a sixteenth for fragmentation."""
+    """How far to read ahead, and the size of the memory: cache, read-ahead, and a sixteenth for fragmentation."""
     sizes = source.sizes
     mean = float(sizes.mean()) if len(sizes) else 0.0
     count = min(batch_size, len(sizes))
@@ -279,7 +279,7 @@ def _limits(source: Source, budget: int, batch_size: int, workers: int, ranks: i
 
 
 def _shared(ranks: Ranks | None, n: int, on_node: int, capacity: int) -> Shared:
-    """The shared memory, made by the first rank of the node and opened by the others."""
+    """The shared memory, created by the first rank of the node and opened by the others."""
     if ranks is None:
         return Shared(n, on_node, capacity)
     shared = Shared(n, on_node, capacity, node_memory(ranks, shared_bytes(n, on_node, capacity)))

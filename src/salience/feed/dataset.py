@@ -13,24 +13,24 @@ from torch.utils.data import Dataset
 
 from salience.errors import DataError, SalienceError
 from salience.feed.cache import Handle
+from salience.feed.index import fingerprint
 from salience.feed.options import Decode
-from salience.feed.prints import fingerprint
 from salience.feed.reads import Broken, Counts
 from salience.feed.sharing.handle import SharedHandle, Taken
 from salience.feed.source import Source
 
 MOST_PRINTS = 4096
-"""Fingerprints kept until they are asked for."""
+"""Maximum number of fingerprints kept until they are asked for."""
 
 
 class SourceBatch(NamedTuple):
-    """A collated batch, with what the worker noted while reading it."""
+    """A collated batch, with the worker's notes on reading it."""
 
     batch: Any
     broken: dict[int, str]
-    """Position in the batch -> what is wrong with the sample that belongs there."""
+    """Position in the batch -> the reason why the sample that belongs there is broken."""
     counts: dict[str, int]
-    """Fields of `Counts`: requests that this batch made to the store."""
+    """Fields of `Counts`: requests to the store for this batch."""
 
 
 class Samples(list[Any]):
@@ -43,14 +43,14 @@ class Samples(list[Any]):
 
 
 class SourceDataset(Dataset[Any]):
-    """Sample i is `(decode(data), label)`, or `decode(data)` alone where the source knows no classes."""
+    """Sample i is `(decode(data), label)`, or only `decode(data)` if the source has no classes."""
 
     def __init__(self, source: Source, decode: Decode | None = None) -> None:
         self.source, self.decode = source, decode
         self.handle: Handle | SharedHandle | None = None
         """Access to the cache, or to a feed that jobs share; None without one."""
         self._prints: dict[int, int] = {}
-        """Fingerprints of samples that this process read last and whose index has no checksums."""
+        """Fingerprints of the samples this process read last, if the index has no checksums."""
 
     def __len__(self) -> int:
         return len(self.source)
@@ -62,12 +62,12 @@ class SourceDataset(Dataset[Any]):
         return self._samples(ids, self.decoded(ids))
 
     def take(self, order: Any) -> Samples:
-        """Read a batch of the plan, from the cache if it was told of this batch."""
+        """Read a batch of the plan, from the cache if it has been told about this batch."""
         ids: list[int] = order.ids.tolist()
         return self._samples(ids, self.decoded(ids, order.ticket))
 
     def decoded(self, ids: Sequence[int], ticket: int = -1) -> Taken:
-        """Samples as `decode` makes them; a `ticket` of 0 or more says which batch they are for."""
+        """Decoded samples; a `ticket` of 0 or more says which batch they are for."""
         handle = self.handle if ticket >= 0 else None
         if isinstance(handle, SharedHandle):
             taken = handle.take(ticket, ids, self._decoded)
@@ -97,7 +97,7 @@ class SourceDataset(Dataset[Any]):
         return samples
 
     def note(self, ids: Sequence[int], data: Sequence[Any]) -> None:
-        """Take the fingerprints of bytes that were just read, where the index has no checksums."""
+        """Store fingerprints of bytes that were just read, if the index has no checksums."""
         check = self.source.index.check
         self._remember(
             {
@@ -113,7 +113,7 @@ class SourceDataset(Dataset[Any]):
         self._prints |= prints
 
     def fingerprints(self, ids: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Checksums of the index, or fingerprints of what this process has just read, int64 [B]; 0 = not known."""
+        """Checksums from the index, or fingerprints of what this process has just read, int64 [B]; 0 = not known."""
         check = self.source.index.check[np.asarray(ids, dtype=np.int64)].view(np.int64)
         read = np.array([self._prints.get(i, 0) for i in ids], dtype=np.int64)
         return np.where(check == 0, read, check)
@@ -132,7 +132,7 @@ class SourceDataset(Dataset[Any]):
 
 
 def substitute(position: int, labels: npt.NDArray[np.int32], broken: dict[int, str]) -> int:
-    """The position whose data replace a broken sample: the first good one of its class, else the first good one."""
+    """The position of the sample that replaces a broken one: the first good one of its class, otherwise the first good one."""
     good = [k for k in range(len(labels)) if k not in broken]
     return next((k for k in good if labels[k] == labels[position]), good[0])
 

@@ -20,9 +20,9 @@ from salience.files import atomic
 Bytes = TypeVar("Bytes", int, npt.NDArray[np.int64])
 
 DISK_BLOCK_BYTES = 4096
-"""Files take whole blocks of this size."""
+"""Files occupy whole blocks of this size."""
 SUBFOLDERS = 256
-"""Folders that the files are spread over."""
+"""Number of folders over which files are spread."""
 RECOUNTS_PER_LIMIT = 64
 """The files of all runs are counted again whenever this run has written this fraction (1/64) of the limit."""
 MIN_FREE_SHARE = 0.05
@@ -51,7 +51,7 @@ def parse_disk(text: str) -> tuple[str, int | None]:
 
 
 def taken(size: Bytes) -> Bytes:
-    """Bytes of disk space that a sample of `size` bytes takes: with its checksum, in whole blocks."""
+    """Bytes of disk space for a sample of `size` bytes with its checksum, in whole blocks."""
     return -(-(size + SEAL_BYTES) // DISK_BLOCK_BYTES) * DISK_BLOCK_BYTES
 
 
@@ -200,14 +200,16 @@ class DiskTier:
             first, self._writes = self._writes, False
         if first:
             self._warn(
-                f"The disk tier at {self.folder} takes no more samples ({_reason(error)}); the run goes on with those it has."
+                f"The disk tier at {self.folder} takes no more samples ({_reason(error)}); the run continues with those it has."
             )
 
     def _stop_reading(self, error: OSError) -> None:
         with self._lock:
             first, self._reads, self._writes = self._reads, False, False
         if first:
-            self._warn(f"The disk tier at {self.folder} cannot be read ({_reason(error)}); the run goes on without it.")
+            self._warn(
+                f"The disk tier at {self.folder} cannot be read ({_reason(error)}); the run continues without it."
+            )
 
 
 def _reason(error: OSError) -> str:

@@ -1,7 +1,7 @@
-"""The feeder: one process per node that reads what the plan names, ahead of time and in its order, into shared memory.
+"""The feeder: one process per node that reads the samples of the plan ahead of time, in order, into shared memory.
 
-The schedule says what to read next, the fetcher brings it, and the counters are derived from both. The feeder itself only
-listens: to the training process for windows, and to the ranks for what they are done with.
+The schedule says what to read next, the fetcher reads it, and the counters are derived from both. The feeder itself only
+listens: to the training process for new windows, and to the ranks for batches they have finished.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from salience.feed.tiers import Tier
 from salience.memory import fence
 
 POLL_SECONDS, IDLE_SECONDS = 0.002, 0.5
-"""Seconds between two checks on the ranks, while there is work and while there is none."""
+"""Seconds between two checks of the ranks, with and without work."""
 STAGING_SECONDS = 0.01
-"""Seconds spent staging before the batches that are ready are handed on."""
+"""Maximum seconds of staging before batches that are ready are published."""
 GAUGES = ("horizon", "resident_bytes")
 """Counters that hold a current value instead of a sum."""
 
 
 class Feeder:
-    """The work of the process: messages come in by `inbox`, everything else goes through `shared`."""
+    """The work of the process: messages arrive through `inbox`, everything else goes through `shared`."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Feeder:
         )
         self.fetcher = Fetcher(reader, tiers, reader.index.size, self._arrived, self._lost)
         self._before = shared.counters.copy()
-        """Counters of the feeder that this one replaces, if that died."""
+        """Counters of a dead feeder that this one replaces."""
         self._before[[COUNTERS.index(name) for name in GAUGES]] = 0
         self._loop = reader.loop
         self._wake = asyncio.Event()
@@ -64,7 +64,7 @@ class Feeder:
         self._serial = self._horizon = 0
 
     def serve(self, inbox: Any, parent: int | None) -> None:
-        """Work until the inbox closes or the parent is gone."""
+        """Work until the inbox closes or the parent dies."""
         threading.Thread(target=self._listen, args=(inbox,), daemon=True).start()
         asyncio.run_coroutine_threadsafe(self._pump(parent), self._loop).result()
 
@@ -123,7 +123,7 @@ class Feeder:
         self.shared.staged[:] = window.first
 
     def _advance(self) -> None:
-        """Stage batches as far as the horizon and the room allow, and fetch what they lack."""
+        """Stage batches as far as the horizon and memory allow, and fetch what they lack."""
         if self._failed:
             return
         self._horizon, until = horizon(*self.fetcher.link(), self.limits), time.monotonic() + STAGING_SECONDS
@@ -143,7 +143,7 @@ class Feeder:
             self._wake.set()
 
     def _lost(self, ids: Sequence[int], why: str) -> None:
-        """Fail the window if one of its batches waits for these."""
+        """Fail the window if one of its batches waits for these samples."""
         if self.schedule.lost(ids):
             self._fail(why)
 
@@ -154,7 +154,7 @@ class Feeder:
             self.shared.fail(why, self.schedule.end)
 
     def _publish(self) -> None:
-        """Publish the counters, and then which batches are ready: whoever has a batch may read the counters."""
+        """Publish the counters and then the batches that are ready, so that the counters of a delivered batch can be read."""
         now = {**asdict(self.schedule.counts), **self.fetcher.counts(), "horizon": self._horizon}
         self.shared.counters[:] = self._before + np.array([now[name] for name in COUNTERS])
         fence()  # the bytes before the ticket

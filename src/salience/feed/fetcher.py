@@ -1,4 +1,4 @@
-"""Fetches samples from the nearest tier that has them, else from the store, and stores them in the nearer tiers."""
+"""Fetches samples from the nearest tier that has them, otherwise from the store, and stores them in nearer tiers."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from salience.feed.reads import Broken, Reader
 from salience.feed.tiers import Tier
 
 MAX_WAITING_WRITES = 64 * 1024 * 1024
-"""Most bytes that may wait to be written to tiers; samples that arrive beyond that are not written."""
+"""Maximum number of bytes waiting to be written to tiers; further samples are not written."""
 LAST_WRITES = 3.0
-"""Seconds that waiting writes may take when the run is over."""
+"""Maximum seconds for waiting writes at the end of a run."""
 MIN_ARRIVALS_FOR_BANDWIDTH = 8
-"""Samples that must have arrived before a bandwidth is stated."""
+"""Number of samples that must have arrived for a bandwidth estimate."""
 
 
 class Fetcher:
-    """Starts reads and reports each sample: `arrived(i, data)` as it comes, or `lost(ids, why)` if it cannot be fetched."""
+    """Starts reads and reports each sample: `arrived(i, data)` on arrival, or `lost(ids, why)` if it cannot be fetched."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Fetcher:
             _start(self._fetch(ids), self._reads)
 
     def link(self) -> tuple[float, float]:
-        """Bytes per second that arrived lately, and seconds that an answer takes when it does not have to queue."""
+        """Recent bytes per second, and seconds for an answer that does not have to queue."""
         latency = self.reader.latency()
         if len(self._arrivals) < MIN_ARRIVALS_FOR_BANDWIDTH:
             return 0.0, latency
@@ -59,7 +59,7 @@ class Fetcher:
         return sum(size for _, size in self._arrivals) / max(end - begin, 1e-3), latency
 
     def counts(self) -> dict[str, int]:
-        """What was asked of the store, and what the tiers had."""
+        """Requests to the store, and hits in the tiers."""
         store = asdict(self.reader.counts)
         return {"fetched_samples": store.pop("samples"), **store, **self._tier_counts}
 

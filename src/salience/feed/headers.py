@@ -1,4 +1,4 @@
-"""Tar headers: find the bytes of each member, and make the header of a member to write.
+"""Tar headers: finding the bytes of each member, and making the header of a member to write.
 
 We do not use `tarfile` for reading: it takes nearly three times as long for a hundred thousand members and stops silently at a
 damaged header. Supported are ustar, GNU long names and sizes, and the pax records `path` and `size`.
@@ -14,16 +14,16 @@ from salience.errors import DataError
 from salience.feed.index import check_path
 
 TAR_BLOCK_BYTES = 512
-"""Everything in a tar takes whole blocks."""
+"""Everything in a tar occupies whole blocks."""
 TAR_END = bytes(2 * TAR_BLOCK_BYTES)
 """The end mark of a tar."""
 COMPRESSION_MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 MAX_NAME_BYTES = 1 << 20
-"""Longer names and pax headers are taken for damage."""
+"""Longer names and pax headers are treated as damage."""
 MAX_DIGITS = 20
-"""Longer numbers in a pax header are taken for damage."""
+"""Longer numbers in a pax header are treated as damage."""
 PAX_KEYS = (b"path", b"size", b"GNU.sparse.major")
-"""The pax records that say where the bytes of a member lie, or that they lie in pieces."""
+"""The pax records that say where the bytes of a member are, or that they are in pieces."""
 
 
 class Member(NamedTuple):
@@ -54,7 +54,7 @@ def header_size(name: str) -> int:
 
 
 def members(file: BinaryIO, where: str) -> Iterator[Member]:
-    """Every entry of a plain tar, in order; DataError if the name of a regular file leads outside its source."""
+    """Every entry of a plain tar, in order. Raises DataError if the name of a regular file leads outside its source."""
     at, total = 0, file.seek(0, 2)
     long: dict[str, bytes] = {}  # what preceding entries say about the next one
     while True:

@@ -1,7 +1,8 @@
-"""The byte index: where the bytes of every sample lie, in shards or as objects of their own."""
+"""The byte index: where the bytes of every sample are, in shards or as separate objects."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,15 +17,15 @@ from salience.files import read_npz, write_npz
 
 FORMAT = "salience-index-1"
 FILE = "index.npz"
-"""File name of the index beside its shards."""
+"""Name of the index file beside its shards."""
 COLUMN_TYPES = {
     "names": "uint8", "name_ends": "int64", "shards": "uint8", "shard_ends": "int64", "shard_sizes": "int64",
     "classes": "uint8", "class_ends": "int64",
     "shard": "int32", "offset": "int64", "size": "int64", "check": "uint64", "label": "int32",
 }  # fmt: skip
-"""The columns of an index in its file, each of one dimension."""
+"""The columns of an index file, each one-dimensional."""
 MAX_BYTES = 1 << 60
-"""Most bytes of a shard, and of all samples together, so that sums of two do not overflow."""
+"""Maximum bytes of a shard, and of all samples together, so that sums of two do not overflow."""
 AGAIN = "make it again with `salience pack --index-only`"
 TEST_SPLITS = ("test", "val", "valid", "validation")
 """Directories beside `train` that hold the test split; the first one found is used."""
@@ -47,7 +48,7 @@ class Names:
         return cls(joined=np.frombuffer(b"".join(parts), dtype=np.uint8), ends=ends)
 
     def checked(self, where: str | Path) -> Names:
-        """These names; DataError where they do not follow each other from the first byte to the last."""
+        """Return the names; raises DataError unless they follow each other from the first byte to the last."""
         ends = self.ends
         if not len(ends) or ends[0] != 0 or ends[-1] != len(self.joined) or bool((ends[1:] < ends[:-1]).any()):
             raise DataError(f"{str(where)!r} is not a whole index: its names overlap or are cut off; {AGAIN}.")
@@ -70,11 +71,11 @@ class Index:
     names: Names
     """The name of each sample in its shard, or the path of its own object."""
     shards: tuple[str, ...]
-    """Paths of the shards below the source; empty where every sample is an object of its own."""
+    """Paths of the shards below the source; empty if every sample is a separate object."""
     shard_sizes: npt.NDArray[np.int64]
-    """Bytes of each shard when the index was made, int64 [S]: another size means another shard."""
+    """Bytes of each shard when the index was made, int64 [S]: a different size means a different shard."""
     shard: npt.NDArray[np.int32]
-    """Shard of each sample, int32 [N]; -1 where the sample is an object of its own."""
+    """Shard of each sample, int32 [N]; -1 if the sample is a separate object."""
     offset: npt.NDArray[np.int64]
     """First byte of each sample in its object, int64 [N]."""
     size: npt.NDArray[np.int64]
@@ -112,7 +113,7 @@ class Index:
 
     @classmethod
     def load(cls, path: str | Path, data: bytes | None = None) -> Index:
-        """Read an index and check it; `data` are the contents of the file where they have been read already."""
+        """Read an index and check it; `data` are the contents of the file if they were read already."""
         a = read_npz(path, FORMAT, "byte index", data)
         for name, kind in COLUMN_TYPES.items():
             found = a.get(name)
@@ -170,6 +171,11 @@ def hasher() -> Any:
     return xxh3_64
 
 
+def fingerprint(data: bytes | memoryview) -> int:
+    """A stand-in for a missing checksum: 63 bits of the SHA-1 of a sample, never 0. Costs a few percent of decoding it."""
+    return int.from_bytes(hashlib.sha1(data, usedforsecurity=False).digest()[:8], "little") >> 1 or 1
+
+
 def check_path(path: str, where: str) -> str:
     """Return `path` if it stays below its source; raise DataError otherwise."""
     parts = path.replace("\\", "/").split("/")
@@ -179,10 +185,10 @@ def check_path(path: str, where: str) -> str:
 
 
 def folders_of(paths: Sequence[str]) -> list[tuple[str, str]]:
-    """Split and class of each path, "" where it has none: one rule for folders, tars and prefixes.
+    """Split and class of each path, "" if there is none: one rule for folders, tars and prefixes.
 
-    The class is the first directory below the root. Where there are `train` and a directory to test on (TEST_SPLITS), it is
-    the first directory below those. A lone directory of directories around everything, as in many archives, is left out.
+    The class is the first directory below the root. If there are `train` and a test directory (TEST_SPLITS), it is the first
+    directory below those. A single directory around everything, as in many archives, is skipped.
     """
     parts = [path.split("/") for path in paths]
     wrapped = len({part[0] for part in parts}) == 1 and all(len(part) > 2 for part in parts)
@@ -198,7 +204,7 @@ def folders_of(paths: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def classes_of(paths: Sequence[str]) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
-    """Class names and labels by `folders_of`; no classes where a path has none."""
+    """Class names and labels by `folders_of`; no classes if a path has none."""
     folders = [name for _, name in folders_of(paths)]
     if not all(folders):
         return (), np.full(len(paths), -1, dtype=np.int32)

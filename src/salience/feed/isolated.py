@@ -1,4 +1,4 @@
-"""Work in a forked process of its own.
+"""Runs work in a separate forked process.
 
 The threads of obstore do not survive a fork: a worker forked from a process that has used it would hang. A process that
 may fork loader workers therefore sends its requests through another one.
@@ -29,7 +29,7 @@ def needed() -> bool:
 
 
 def use(url: str) -> None:
-    """Note that this process uses obstore, or refuse where that would hang."""
+    """Note that this process uses obstore; refuses if that would hang."""
     global _user
     if _user not in (None, os.getpid()):
         raise StoreError(
@@ -40,7 +40,7 @@ def use(url: str) -> None:
 
 
 class Isolated(Generic[Q, A]):
-    """`work` as a function that runs in a process of its own, until `close`."""
+    """`work` as a function that runs in a separate process, until `close`."""
 
     def __init__(self, work: Callable[[Q], A]) -> None:
         self._child = Child(_serve, work, name="salience-store", start="fork")
@@ -49,7 +49,7 @@ class Isolated(Generic[Q, A]):
 
     @property
     def alive(self) -> bool:
-        """True if it can be asked: it is not closed, and this process started it rather than the one it was forked from."""
+        """True if this process may talk to it: it is open, and this very process started it."""
         return self._child.mine
 
     def __call__(self, question: Q) -> A:
@@ -70,7 +70,7 @@ class Isolated(Generic[Q, A]):
 
 
 def once(work: Callable[[], A]) -> A:
-    """The result of `work`, done in a process of its own."""
+    """The result of `work`, run in a separate process."""
     if not needed():
         return work()
     process = Isolated[None, A](lambda _: work())

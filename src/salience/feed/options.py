@@ -1,4 +1,4 @@
-"""How a source is read: the options that belong to `salience.Source`, checked when it is made."""
+"""How a source is read: the options that belong to `salience.Source`, checked when it is created."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Decode = Callable[[Any], Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadingOptions:
-    """What a source does with the bytes it reads, and where it keeps them."""
+    """How a source decodes the bytes it reads, and where it keeps them."""
 
     decode: Decode | None = None
     """Turns bytes into a sample; None delivers the bytes."""
     cache: int | str | None = None
-    """Bytes of memory per node for samples that will be wanted again; None turns the cache off."""
+    """Bytes of memory per node for samples that will be needed again; None turns the cache off."""
     disk: str | None = None
     """A folder that keeps samples between memory and the store, as DIR or DIR:BYTES."""
     redis: str | None = None
@@ -34,7 +34,7 @@ class ReadingOptions:
     max_broken: float = 0.01
     """Share of all samples that may be broken before the run stops."""
     views: bool = False
-    """Hand `decode` a read-only view of the cache's memory instead of bytes."""
+    """Pass `decode` a read-only view of the cache's memory instead of bytes."""
     cache_policy: str | OpenPolicy = "planned"
     """Decides which samples the cache keeps: "planned", or a function that makes a `salience.feed.policy.Policy`."""
 
@@ -44,7 +44,7 @@ class ReadingOptions:
         return self.cache is not None or self.disk is not None or self.redis is not None
 
     def checked(self, sizes: npt.NDArray[np.int64]) -> ReadingOptions:
-        """These options for samples of these sizes, int64 [N], with `cache` in bytes; ConfigError if one is wrong."""
+        """The options, checked for samples of these sizes, int64 [N], with `cache` in bytes. Raises ConfigError."""
         if self.decode is not None and not callable(self.decode):
             raise ConfigError(f"decode is {self.decode!r}; it must be a function that turns bytes into a sample.")
         if not 0 <= self.max_broken <= 1:
@@ -59,11 +59,11 @@ class ReadingOptions:
 
 
 READING_OPTIONS = tuple(one.name for one in fields(ReadingOptions))
-"""Names of the options of a source about how its samples are read."""
+"""Names of the options of a source that say how its samples are read."""
 
 
 def checked_budget(cache: int | str, sizes: npt.NDArray[np.int64]) -> int:
-    """Bytes of the cache: at most those of all samples, and no more than the machine has memory."""
+    """Size of the cache in bytes: at most that of all samples, and no more than the machine's memory."""
     budget = parse_bytes(cache) if isinstance(cache, str) else int(cache)
     if budget < 0:
         raise ConfigError(f"cache is {budget} bytes; it must be at least 0.")

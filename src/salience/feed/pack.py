@@ -4,8 +4,8 @@
 
     list the files -> samples -> shuffle by the seed -> fill shards -> write each (.part, then renamed) -> index.npz
 
-The order is fixed before the first byte is written, so all offsets are known by arithmetic, shards are written in any
-order, and a run that was killed goes on with the missing shards. OUT/pack.json says what OUT was packed from.
+The order is fixed before the first byte is written, so all offsets follow from arithmetic, shards can be written in any
+order, and after a kill only the missing shards are written. OUT/pack.json says what OUT was packed from.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PackedSample(NamedTuple):
         return found if self.label < 0 else [*found, (f"{self.key}.cls", len(str(self.label)))]
 
     def size(self) -> int:
-        """Bytes that the sample takes in a tar."""
+        """Bytes that the sample occupies in a tar."""
         return sum(header_size(name) + padded(size) for name, size in self.members())
 
 
@@ -245,7 +245,7 @@ def pack(
     folder, out = Path(folder).resolve(), Path(out).resolve()
     hasher()  # raises now if it is not installed
     if out.is_relative_to(folder):
-        raise ConfigError(f"{out} lies inside {folder}, which would pack its own shards; choose a folder outside.")
+        raise ConfigError(f"{out} is inside {folder}, which would pack its own shards; choose a folder outside.")
     packing = plan(folder, settings)
 
     def task(number: int, count: Count) -> npt.NDArray[np.uint64]:
@@ -311,7 +311,7 @@ def _copy(path: Path, size: int, out: BinaryIO) -> int:
         done += len(chunk)
     if done != size:
         raise DataError(
-            f"{path} changed while it was packed, from {size:,} to {done:,} bytes; let it rest and pack anew."
+            f"{path} changed while it was packed, from {size:,} to {done:,} bytes; pack again when it no longer changes."
         )
     out.write(bytes(padded(size) - size))
     return check.intdigest()
@@ -369,7 +369,7 @@ def _agree(out: Path, text: str, said: dict[str, Any]) -> None:
             files = name == "fingerprint"
             what = "the files to pack have changed" if files else f"{name} was {before[name]!r} and is {value!r}"
             raise StateError(
-                f"{out} was begun with something else: {what}; put that back to go on, or choose another folder."
+                f"{out} was begun with something else: {what}; restore that to continue, or choose another folder."
             )
 
 

@@ -1,7 +1,7 @@
 """Cache policies: which samples' bytes stay in memory.
 
 A policy never sees bytes. It is told the importance of every sample when a window begins, asked whether a sample is
-resident, and offered each sample that was fetched; it answers with what has to go to make room.
+resident, and offered each sample that was fetched; it answers which samples to evict to make room.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Policy(Protocol):
 
     @property
     def used(self) -> int:
-        """Bytes of what is resident."""
+        """Bytes of the resident samples."""
         ...
 
     def window(self, importance: Floats, ids: Ids) -> None:
@@ -33,24 +33,24 @@ class Policy(Protocol):
         ...
 
     def hit(self, i: int) -> bool:
-        """True if sample i, whose turn it is, is resident."""
+        """True if sample i, which is visited now, is resident."""
         ...
 
     def offer(self, i: int) -> Sequence[int] | None:
-        """Sample i was fetched: the ids that make room for it, or None to leave it out."""
+        """Sample i was fetched: the ids to evict for it, or None not to keep it."""
         ...
 
 
 OpenPolicy = Callable[[int, Sizes], Policy]
-"""Makes a policy for a cache of so many bytes and samples of these sizes."""
+"""Makes a policy for a cache with this many bytes and samples of these sizes."""
 
 
 class Planned:
     """`planned`: importance decides, but nothing that this window still needs is evicted.
 
-    A sample is worth importance + [it is wanted later in this window]. A sample comes in while there is room, or by putting
-    out samples that are worth less, the least first. A min-heap finds those in O(log n). At the start of a window the heap
-    of the new values is built beside the old one (the shadow heap) and takes its place in one assignment, so that look-ups
+    The value of a sample is importance + [it is needed later in this window]. A sample is kept while there is room, or by
+    evicting samples with a lower value, the lowest first. A min-heap finds those in O(log n). At the start of a window the
+    heap of the new values is built beside the old one (the shadow heap) and replaces it in one assignment, so that look-ups
     never wait and nothing is evicted by a stale order.
     """
 
@@ -96,7 +96,7 @@ class Planned:
         return [old for _, old in gone]
 
     def _least(self) -> float:
-        """What the least valuable resident sample is worth; infinity where there is none."""
+        """The value of the least valuable resident sample; infinity if there is none."""
         while self._heap:
             worth, i = self._heap[0]
             if self.resident[i] and worth == float(self._importance[i] + self._wanted[i]):
@@ -109,7 +109,7 @@ POLICIES: dict[str, OpenPolicy] = {"planned": Planned}
 
 
 def open_policy(which: str | OpenPolicy, budget: int, sizes: Sizes) -> Policy:
-    """The policy of this name, or made by this function, for a cache of `budget` bytes."""
+    """The policy with this name, or made by this function, for a cache of `budget` bytes."""
     if isinstance(which, str) and which not in POLICIES:
         raise ConfigError(f"There is no cache policy {which!r}.{did_you_mean(which, POLICIES)}")
     if budget < 0:

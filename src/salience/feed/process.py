@@ -1,4 +1,4 @@
-"""The feeder as a process of its own (or a thread): started, told of windows, watched, ended."""
+"""The feeder as a process (or a thread): starting it, sending it windows, watching it and ending it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from salience.feed.tiers import open_tiers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class FeederArguments:
     """Arguments of a feeder. It must not hold the Feed, whose deletion ends the feeder."""
 
     shared: Shared
@@ -42,14 +42,21 @@ class Job:
 
 
 class Process:
-    """The feeder in a process of its own, or in a thread where this process must not fork."""
+    """The feeder in a separate process, or in a thread if this process must not fork."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: FeederArguments) -> None:
         self._child: Child | None = None
         self._thread: threading.Thread | None = None
         if isolated.needed():
-            how: Any = {"start": "fork", "farewell": 2 * LAST_WRITES, "ends_itself": True}
-            self._child = Child(_serve, job, os.getpid(), name="salience-feeder", **how)
+            self._child = Child(
+                _serve,
+                job,
+                os.getpid(),
+                name="salience-feeder",
+                start="fork",
+                farewell=2 * LAST_WRITES,
+                ends_itself=True,
+            )
             self._child.on_end(functools.partial(_tell_of_death, job.shared))
             self._here: Any = self._child.pipe
             self.close = self._child.close
@@ -66,7 +73,7 @@ class Process:
         return self.close.alive and self._thread is not None and self._thread.is_alive()
 
     def end(self) -> None:
-        """Close, and wait until its end has been reported, so that it is not mistaken for the end of the next feeder."""
+        """Close, and wait until the end has been reported, so that it is not mistaken for the end of the next feeder."""
         if self._child is None:
             self.close()
         else:
@@ -84,7 +91,7 @@ class Process:
         return found
 
 
-def _serve(inbox: Any, job: Job, parent: int | None = None) -> None:
+def _serve(inbox: Any, job: FeederArguments, parent: int | None = None) -> None:
     """Run the feeder; the main function of its process."""
 
     def warn(text: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from salience.feed.index import Index
 
 TAR_GAP_BYTES = 2048
-"""Most bytes that `salience pack` puts between two samples with short names."""
+"""Maximum number of bytes that `salience pack` puts between two samples with short names."""
 
 
 def coalesce(starts: Sequence[int], stops: Sequence[int], *, gap: int, longest: int) -> list[slice]:
@@ -24,10 +24,10 @@ def coalesce(starts: Sequence[int], stops: Sequence[int], *, gap: int, longest: 
 
 
 def feeder_gap(mean_size: float) -> int:
-    """Bytes between two samples that a feeder reads over: what a tar puts between neighbours, never another sample.
+    """Largest gap between two samples that a feeder includes in a request: what a tar puts between neighbours, never a sample.
 
-    That is a header, a class with its header, and padding: 2 KiB, up to twice as much where names are long. Samples
-    of a few kB would fit into the larger gap.
+    That is a header, a class with its header, and padding: 2 KiB, up to twice as much with long names. Samples of a few kB
+    would fit into a larger gap.
     """
     return int(min(max(TAR_GAP_BYTES, mean_size / 2), 2 * TAR_GAP_BYTES))
 
@@ -36,14 +36,14 @@ class Neighbours:
     """Finds samples that are adjacent in a shard, so that one request fetches several."""
 
     def __init__(self, index: Index, *, gap: int, most: int) -> None:
-        """`gap` bytes may lie between two neighbours; a request brings at most `most` bytes."""
+        """At most `gap` bytes may be between two neighbours; a request fetches at most `most` bytes."""
         self._index, self._gap, self._most = index, gap, most
         self._order = np.lexsort((index.offset, index.shard)) if len(index.shards) else np.empty(0, dtype=np.int64)
         self._place = np.empty(len(self._order), dtype=np.int64)
         self._place[self._order] = np.arange(len(self._order))
 
     def sent_bytes(self, ids: Sequence[int], gap: int) -> int:
-        """Bytes that a store sends for these samples if requests read over holes of at most `gap` bytes."""
+        """Bytes that a store sends for these samples if requests include gaps of at most `gap` bytes."""
         index, some = self._index, np.unique(np.asarray(ids, dtype=np.int64))
         total = int(index.size[some].sum())
         if not len(self._order):
@@ -54,7 +54,7 @@ class Neighbours:
         return total + int(holes[(holes > 0) & (holes <= gap)].sum())
 
     def beside(self, i: int, wanted: Callable[[int], bool]) -> Iterator[int]:
-        """Neighbours of sample i on both sides, as long as each is `wanted` and the request is not full."""
+        """Neighbours of sample i on both sides, while each is `wanted` and the request is not full."""
         if not len(self._order):
             return
         index, total = self._index, int(self._index.size[i])

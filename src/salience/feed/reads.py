@@ -1,4 +1,4 @@
-"""Reading samples from a store: neighbours in one request, slow requests doubled, and bytes checked."""
+"""Reading samples from a store: neighbours in one request, slow requests hedged, and bytes checked."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 MISSING = "it is not there"
 MEASURED_REQUESTS = 128
-"""Requests that the running median covers."""
+"""Number of requests that the running median covers."""
 MIN_REQUESTS_TO_HEDGE = 8
-"""Requests measured before one can be called slow."""
+"""Minimum number of measured requests before one counts as slow."""
 
 
 class ReadFailed(Exception):
-    """A request failed, with all its repetitions. `broken`: the object is at fault, not the way to it."""
+    """A request and all its repetitions failed. `broken`: the object is at fault, not the connection."""
 
     def __init__(self, reason: str, *, broken: bool = False) -> None:
         super().__init__(reason)
@@ -52,20 +52,15 @@ class Counts:
     samples: int = 0
     """Samples that were asked for."""
     bytes_used: int = 0
-    """Bytes of samples that were handed on."""
+    """Bytes of samples that were delivered."""
     bytes_sent: int = 0
-    """Bytes of all whole answers: gaps between samples, doubled requests and wrong bytes included."""
+    """Bytes of all complete answers, including gaps between samples, hedged requests and wrong bytes."""
     requests: int = 0
-    """Requests, doubled ones and those for wrong bytes included; what obstore repeats by itself is not counted."""
+    """Requests, including hedged ones and those for wrong bytes, but not what obstore repeats by itself."""
     retried: int = 0
     """Samples that were asked for again because their bytes were wrong."""
     hedged: int = 0
     """Second requests sent because the first was slow."""
-
-    @property
-    def bytes_wasted(self) -> int:
-        """Bytes sent that no sample needed."""
-        return self.bytes_sent - self.bytes_used
 
     def add(self, other: Counts) -> None:
         for name, value in asdict(other).items():
@@ -95,7 +90,7 @@ class _Live:
         weakref.finalize(self, _stop, self.loop, os.getpid())
 
     def slow_after(self, size: int, policy: RetryPolicy) -> float | None:
-        """Seconds after which a request for `size` bytes is slow; None as long as too few were measured."""
+        """Seconds after which a request for `size` bytes is slow; None until enough were measured."""
         if len(self.seconds) < MIN_REQUESTS_TO_HEDGE:
             return None
         seconds, sizes = zip(*self.seconds, strict=True)
@@ -105,9 +100,9 @@ class _Live:
 class Reader:
     """Reads samples of an index from a store: `read(ids)` from any thread, after a fork, and in spawned workers.
 
-    Requests run on an event loop in a thread of its own, made in each process when it first reads. At most `concurrency`
-    are under way at a time. Samples of a shard with at most `gap` bytes between them come with one request of at most
-    `longest` bytes. With `threads`, local files are read in threads.
+    Requests run on an event loop in a thread, which each process starts when it first reads. At most `concurrency` are in
+    flight at a time. Samples of a shard with at most `gap` bytes between them are fetched by one request of at most `longest`
+    bytes. With `threads`, local files are read in threads.
     """
 
     def __init__(
@@ -136,14 +131,14 @@ class Reader:
         self.__init__(**state)
 
     def for_feeder(self, workers: int, gap: int) -> Reader:
-        """A reader for the one process that reads for `workers` others, over smaller holes: bytes are what is scarce there."""
+        """A reader for one process that reads for `workers` others, with smaller gaps, since bytes are scarce there."""
         return Reader(
             self.store, self.index, self.retry, concurrency=self.concurrency * max(1, workers),
             gap=gap, longest=self.longest, threads=True,
         )  # fmt: skip
 
     def read(self, ids: Sequence[int]) -> list[bytes | Broken]:
-        """The bytes of each sample, or a Broken; StoreError if the store cannot be reached."""
+        """The bytes of each sample, or a Broken. Raises StoreError if the store cannot be reached."""
         wrong = [i for i in ids if not 0 <= i < len(self.index)]
         if wrong:
             raise IndexError(f"sample {wrong[0]} of {len(self.index)}")
@@ -154,7 +149,7 @@ class Reader:
         return self._read_here(ids)
 
     def _beside(self, ids: Sequence[int]) -> tuple[list[bytes | Broken], Counts]:
-        """Read in a process of its own, so that this one can still fork loader workers."""
+        """Read in a separate process, so that this one can still fork loader workers."""
         if self._apart is None or not self._apart.alive:
             here = weakref.proxy(self)  # what the process holds must not keep this reader
             self._apart = isolated.Isolated[Sequence[int], tuple[list[bytes | Broken], Counts]](
@@ -172,7 +167,7 @@ class Reader:
         return [found[i] for i in ids]
 
     async def stream(self, ids: Sequence[int], got: Callable[[int, bytes | Broken], None]) -> None:
-        """Read samples and hand each to `got` as it comes. To be awaited inside `loop`."""
+        """Read samples and pass each to `got` on arrival. Must be awaited inside `loop`."""
 
         async def one(span: _Span) -> None:
             for i, data in (await self._read_span(span)).items():
@@ -197,7 +192,7 @@ class Reader:
         return self._here.loop
 
     def latency(self) -> float:
-        """Seconds that an answer takes without queueing: the quickest tenth of the last requests."""
+        """Seconds for an answer without queueing: the fastest tenth of the last requests."""
         seconds = [taken for taken, _ in self._here.seconds]
         return statistics.quantiles(seconds, n=10)[0] if len(seconds) > 1 else 0.0
 
@@ -233,7 +228,7 @@ class Reader:
         return found
 
     def _spans(self, ids: list[int]) -> list[_Span]:
-        """The requests that bring these samples; an empty sample needs none."""
+        """The requests that fetch these samples; an empty sample needs none."""
         index, chosen = self.index, np.array(ids, dtype=np.int64)
         chosen = chosen[index.size[chosen] > 0]
         alone = chosen[index.shard[chosen] < 0]
@@ -263,7 +258,7 @@ class Reader:
         return found
 
     async def _once_more(self, span: _Span, i: int) -> bytes | Broken:
-        """Ask again for one sample whose bytes are wrong: they may have been damaged on the way."""
+        """Request one sample with wrong bytes again: they may have been damaged on the way."""
         self.counts.retried += 1
         data = await self._fetch(self._alone(span, i))
         if isinstance(data, Broken) or self._right(i, data):
@@ -279,7 +274,7 @@ class Reader:
         return not check or self._hash is None or self._hash(data).intdigest() == check
 
     async def _fetch(self, span: _Span) -> bytes | Broken:
-        """One answer, or what is wrong with the object; StoreError where the store does not answer by the deadline."""
+        """One answer, or why the object is broken. Raises StoreError if the store does not answer by the deadline."""
         try:
             if not self.store.far:
                 return await self._request(span)

@@ -18,9 +18,9 @@ SCHEMES = ("redis", "rediss")
 PASSWORDS = ("SALIENCE_REDIS_PASSWORD", "REDIS_PASSWORD")
 """Environment variables that may hold the password if the URL has none; the first that is set is used."""
 MAX_VALUE_BYTES = 512 * 1024 * 1024
-"""The largest value that Redis takes by default."""
+"""The largest value that Redis accepts by default."""
 REQUEST_BYTES, REQUEST_KEYS = 8 * 1024 * 1024, 256
-"""The most bytes and keys of one request."""
+"""Maximum bytes and keys per request."""
 _EXAMPLE = "write for example redis://host:6379/0, or rediss:// for TLS"
 
 
@@ -56,7 +56,7 @@ def parts(sizes: Sequence[int], *, most: int = REQUEST_BYTES, keys: int = REQUES
 
 
 class Pause:
-    """A circuit breaker: after a failure nobody asks for `seconds`, then one thread tries, and the others once it succeeds."""
+    """A circuit breaker: after a failure, no thread asks for `seconds`; then one tries, and others follow if it succeeds."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._until = seconds, 0.0
@@ -86,8 +86,8 @@ class Pause:
 class RedisTier:
     """Samples under the keys salience:<source>:<id>, each behind its checksum; the server decides what it evicts.
 
-    A server that is gone, or slower than `timeout` seconds, is left alone for `pause` seconds and then asked again. One that
-    is out of memory is still read from. Keys have no expiry and stay after the run.
+    A server that is gone, or slower than `timeout` seconds, is not asked for `pause` seconds. A server that is out of memory
+    is still read from. Keys have no expiry and outlive the run.
     """
 
     name = "redis"

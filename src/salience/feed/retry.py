@@ -1,4 +1,4 @@
-"""When a request to a store is repeated, doubled or given up. Repeating is done by obstore, doubling by the reader."""
+"""When a request to a store is repeated, hedged or given up. obstore repeats requests, the reader hedges them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RetryPolicy:
     hedge_least: float = 0.05
     """No request is called slow before this many seconds."""
     hedge_share: float = 0.05
-    """The share of all requests that may be doubled."""
+    """The share of all requests that may be hedged."""
 
     def __post_init__(self) -> None:
         if self.retries < 0:
@@ -36,7 +36,7 @@ class RetryPolicy:
 
     @property
     def for_obstore(self) -> dict[str, Any]:
-        """This policy as obstore's RetryConfig: server errors, lost connections, cut answers and time-outs are repeated."""
+        """This policy as obstore's RetryConfig: server errors, lost connections, cut answers and timeouts are repeated."""
         return {
             "max_retries": self.retries,
             "retry_timeout": timedelta(seconds=self.deadline),
@@ -49,12 +49,12 @@ class RetryPolicy:
 
 
 def hedge_delay(size: int, median_seconds: float, median_size: float, policy: RetryPolicy) -> float:
-    """Seconds to wait for `size` bytes before asking twice: hedge_after * median, longer for more bytes than usual."""
+    """Seconds to wait for `size` bytes before a second request: hedge_after * median, longer for more bytes than usual."""
     return max(policy.hedge_least, policy.hedge_after * median_seconds * max(1.0, size / max(median_size, 1)))
 
 
 def may_hedge(hedged: int, requests: int, policy: RetryPolicy) -> bool:
-    """True if another request may be doubled: doubled ones stay within their share, and the first is always allowed.
+    """True if another request may be hedged: hedged ones stay within their share, and the first is always allowed.
 
     Dean and Barroso, "The tail at scale", 2013.
     """

@@ -1,8 +1,8 @@
-"""Decides what to read next from the plan of a window, a cache policy and the room in memory. It moves no bytes.
+"""Decides what to read next from the plan of a window, a cache policy and the free memory. It moves no bytes.
 
-The schedule follows the plan, not the clock. Which samples stay is decided in the plan's order, so that the same plans keep the
-same samples however fast the store is. A batch is *staged* when each of its samples has a place in memory; it is *ready*
-when their bytes have arrived, and its samples stay until its rank is done with it.
+The schedule follows the plan, not time. Which samples to keep is decided in the order of the plan, so that the same plans keep
+the same samples however fast the store is. A batch is *staged* when each of its samples has a place in memory; it is *ready*
+when their bytes have arrived, and its samples stay until its rank has finished with it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class FeedWindow:
     batches: list[list[Ids]]
     """The batches of each rank of the node."""
     skip: list[set[int]]
-    """Per rank, numbers of batches delivered before the run was interrupted: the policy sees them, nobody wants them."""
+    """Per rank, batches delivered before the run was interrupted: the policy sees them, but nobody needs them."""
     serial: int
     """Window index within this run; never reused."""
     first: list[int]
-    """Per rank, the ticket of its first batch that is wanted."""
+    """Per rank, the ticket of its first batch that is needed."""
     importance: npt.NDArray[np.float32]
     """Importance of every sample, float32 [n]."""
     resident: Ids | None = None
-    """What the cache held when this window began, in the run that is resumed."""
+    """Samples that the cache held when this window began, if the run was resumed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,30 +45,30 @@ class Limits:
     """Bytes the feeder may read ahead."""
 
     least: int
-    """What loader workers hold at a time, plus one batch."""
+    """Minimum: what loader workers hold at a time, plus one batch."""
     most: int
-    """The horizon is never larger."""
+    """Maximum of the horizon."""
     along: int
-    """Bytes for neighbours in a shard that are wanted later in the window and come with the same request."""
+    """Bytes for neighbours in a shard that are needed later in the window and fetched by the same request."""
     gap: int
-    """Bytes between two samples of a shard that a request reads over."""
+    """Largest gap between two samples of a shard that a request includes."""
     plain_gap: int
-    """The same for workers that read for themselves, without a cache."""
+    """The same for workers that read by themselves, without a cache."""
     package: int = 256 * 1024
     """Bytes of one such request: a batch waits for what is read along with it."""
 
 
 @dataclass(slots=True)
 class ScheduleCounts:
-    """What the plan asked for and what the cache had of it."""
+    """Counts of what the plan asked for and what the cache had."""
 
     samples: int = 0
     bytes: int = 0
     hits: int = 0
-    """Samples that were resident when their turn came."""
+    """Samples that were resident when they were visited."""
     hit_bytes: int = 0
     plain_bytes: int = 0
-    """Bytes that the store would have sent without a cache, with every batch read by itself."""
+    """Bytes that the store would have sent without a cache, with every batch read separately."""
     bound_bytes: int = 0
     """Bytes that any cache of this size would have had to fetch."""
     resident_bytes: int = 0
@@ -104,12 +104,12 @@ def in_order(batches: Sequence[Sequence[Ids]]) -> list[Ids]:
 
 
 def horizon(bandwidth: float, latency: float, limits: Limits) -> int:
-    """Bytes to read ahead: four times latency * bandwidth (what is under way when the link is busy), within limits."""
+    """Bytes to read ahead: four times latency * bandwidth (the bytes in flight on a busy link), within limits."""
     return int(min(limits.most, max(limits.least, 4 * bandwidth * latency)))
 
 
 class Schedule:
-    """Stages the batches of a window one by one, as far as the horizon and the room allow."""
+    """Stages the batches of a window one by one, as far as the horizon and memory allow."""
 
     def __init__(
         self,
@@ -127,17 +127,17 @@ class Schedule:
         self._wanted = np.zeros(len(index), dtype=bool)
         """Samples of this window that are not staged yet."""
         self._waiting: dict[int, list[_Batch]] = {}
-        """Sample under way -> the staged batches that wait for it."""
+        """Sample in flight -> the staged batches that wait for it."""
         self._todo: deque[_Batch] = deque()
         self._staged: list[deque[_Batch]] = [deque() for _ in range(ranks)]
-        """Per rank, batches that are staged and not done with."""
+        """Per rank, batches that are staged and not finished."""
         self._unsaid: list[deque[_Batch]] = [deque() for _ in range(ranks)]
-        """Per rank, batches that are staged and that it was not yet told are ready."""
+        """Per rank, staged batches that it was not yet told are ready."""
         self._next = np.zeros(ranks, dtype=np.int64)
         """Per rank, the first ticket that is not staged."""
         self._owed = self._serial = self._again = 0
         self._seen = np.zeros(len(index), dtype=np.int64)
-        """Serial of the window in which each sample was last wanted."""
+        """Serial number of the window in which each sample was last needed."""
         self.end = 0
         """The ticket after the last of this window."""
 
@@ -148,7 +148,7 @@ class Schedule:
 
     @property
     def busy(self) -> bool:
-        """True if batches are to be staged, or ranks are not done with staged ones."""
+        """True if there are batches to stage, or ranks have not finished staged ones."""
         return bool(self._todo) or any(self._staged)
 
     def leave(self, serial: int) -> None:
@@ -166,7 +166,7 @@ class Schedule:
         self._wanted[:] = False
 
     def restore(self, resident: Ids) -> None:
-        """Keep the samples that the cache kept in the run that is resumed; their bytes are fetched when they are wanted."""
+        """Keep the samples that the cache of the resumed run kept; their bytes are fetched when they are needed."""
         self.policy = self._open_policy()
         self.room.forget()
         self.counts.resident_bytes = 0
@@ -196,8 +196,8 @@ class Schedule:
     def next(self, ahead: int, asked: npt.NDArray[np.int64]) -> Staged | None:
         """Stage the next batch and say what to read for it; None if there is none, or if it has to wait.
 
-        It waits while more than `ahead` bytes are read ahead, unless a rank waits for a ticket (`asked`, int64 [ranks]) that
-        is not staged; and while there is no room. Raises StoreError if there can never be room for it.
+        It waits while there is no room, and while more than `ahead` bytes are read ahead, unless a rank waits for a ticket
+        (`asked`, int64 [ranks]) that is not staged. Raises StoreError if there can never be room for it.
         """
         if not self._todo:
             return None
@@ -260,7 +260,7 @@ class Schedule:
             self.counts.resident_bytes -= int(self._sizes[old])
 
     def _count_bound(self, ids: list[int]) -> None:
-        """Count what any cache has to fetch: samples never seen before, and of the others what exceeds its budget."""
+        """Count what any cache has to fetch: samples never seen before, and what exceeds its budget of the others."""
         visited = np.unique(np.asarray(ids, dtype=np.int64))
         visited = visited[self._seen[visited] != self._serial]
         old = self._seen[visited] > 0
@@ -270,10 +270,10 @@ class Schedule:
         self._seen[visited] = self._serial
 
     def _make_room(self, batch: _Batch) -> dict[int, int] | None:
-        """Reserve memory for each of its samples that is not here; None if an earlier batch must be done with first.
+        """Reserve memory for each of its samples that is not in memory; None if an earlier batch must finish first.
 
         If none is in progress and the memory is fragmented, samples that no batch holds are dropped, in the end even those
-        that this batch wants.
+        that this batch needs.
         """
         for spared in ({*batch.ids}, set[int]()):
             if not spared:
@@ -301,11 +301,11 @@ class Schedule:
         )
 
     def _room_will_come(self) -> bool:
-        """True if memory will be freed: earlier batches are not done, or samples that nobody waits for are under way."""
+        """True if memory will be freed: earlier batches are not finished, or samples that nobody waits for are in flight."""
         return any(self._staged) or any(not waiting for waiting in self._waiting.values())
 
     def _read_along(self, ids: list[int]) -> list[int]:
-        """Neighbours of `ids` that are wanted later in this window, as far as there is room for them."""
+        """Neighbours of `ids` that are needed later in this window, as far as there is room for them."""
         along: list[int] = []
         for i in ids:
             for j in self._neighbours.beside(i, self._not_here):
@@ -320,11 +320,11 @@ class Schedule:
         return along
 
     def _not_here(self, i: int) -> bool:
-        """True if sample i is wanted later and is neither in memory nor under way."""
+        """True if sample i is needed later and is neither in memory nor in flight."""
         return bool(self._wanted[i]) and i not in self._waiting and not self.room.has(i)
 
     def arrived(self, i: int) -> bool:
-        """Note that sample i has arrived; False if it was not under way."""
+        """Note that sample i has arrived; False if it was not in flight."""
         waiting = self._waiting.pop(i, None)
         for batch in waiting or ():
             batch.missing.discard(i)
@@ -348,7 +348,7 @@ class Schedule:
                 self._unpin(batches.popleft())
 
     def ready(self) -> Iterator[tuple[int, int]]:
-        """Ranks and tickets of batches whose bytes are all here, each once and in order."""
+        """Ranks and tickets of batches whose bytes have all arrived, each once and in order."""
         for rank, batches in enumerate(self._unsaid):
             while batches and not batches[0].missing:
                 yield rank, batches.popleft().ticket

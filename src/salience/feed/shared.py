@@ -1,4 +1,4 @@
-"""What the processes of a node share: counters, the position of each sample, and the bytes themselves.
+"""The memory that the processes of a node share: counters, the position of each sample, and the bytes themselves.
 
 One piece of shared memory (`salience.memory`) holds it all.
 """
@@ -15,12 +15,12 @@ import numpy.typing as npt
 from salience.memory import Memory, fence
 
 ABSENT, WHOLE, BROKEN = 0, 1, 2
-"""States of a sample: not in memory, its bytes are, or the reason why it is broken is."""
+"""States of a sample in memory: absent, its bytes, or the reason why it is broken."""
 KEPT_FLAG = 4
 """Flag beside the state: the cache keeps the sample."""
 
 STORE_COUNTS = ("bytes_used", "bytes_sent", "requests", "retried", "hedged")
-"""Counters of what was asked of the store, as in `salience.feed.reads.Counts`."""
+"""Counters of requests to the store, as in `salience.feed.reads.Counts`."""
 COUNTERS = (
     "samples", "bytes",  # delivered by the plan
     "hits", "hit_bytes",  # of them, resident when their turn came
@@ -31,7 +31,7 @@ COUNTERS = (
     "horizon", "resident_bytes", "squeezed",  # bytes read ahead at most, bytes kept, samples dropped for want of room
 )  # fmt: skip
 MAX_ERROR_BYTES = 2048
-"""Most bytes of an error message."""
+"""Maximum number of bytes of an error message."""
 SERIAL_SHIFT = 32
 """Tickets are (serial number of the window << SERIAL_SHIFT) + position in it, so that no ticket is used twice."""
 
@@ -47,10 +47,10 @@ class SharedToken:
 
 
 class Shared:
-    """The memory, as arrays. `offset` and `state` say where sample i lies in `data`."""
+    """The memory as arrays. `offset` and `state` say where sample i is in `data`."""
 
     def __init__(self, n: int, ranks: int, capacity: int, memory: Memory | None = None) -> None:
-        """`memory` has `shared_bytes(n, ranks, capacity)` bytes; None = memory of its own."""
+        """`memory` has `shared_bytes(n, ranks, capacity)` bytes; None = a new block."""
         self.__setstate__(SharedToken(memory or Memory(shared_bytes(n, ranks, capacity)), n, ranks, capacity))
 
     def __getstate__(self) -> SharedToken:
@@ -109,11 +109,11 @@ class Shared:
 
 
 def shared_bytes(n: int, ranks: int, capacity: int) -> int:
-    """Bytes of memory for all of it."""
+    """Bytes of memory needed in total."""
     return _front(n, ranks) + capacity
 
 
 def _front(n: int, ranks: int) -> int:
-    """Bytes in front of the samples, in whole pages."""
+    """Bytes before the samples, in whole pages."""
     size = 8 * (len(COUNTERS) + 4 * ranks + 3 + n) + MAX_ERROR_BYTES + n
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE

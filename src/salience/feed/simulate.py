@@ -1,4 +1,4 @@
-"""Simulates what a store would have sent with another cache, by replaying plans; no bytes move."""
+"""Simulates what a store would have sent with another cache by replaying plans; no bytes are read."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Lru:
 
 
 class NeverEvict:
-    """`never_evict`: keeps what came first. If each sample comes once per epoch, no policy has more hits."""
+    """`never_evict`: keeps what came first. If each sample is visited once per epoch, no policy has more hits."""
 
     def __init__(self, budget: int, sizes: Sizes) -> None:
         self.used, self._budget, self._sizes = 0, budget, sizes
@@ -63,7 +63,7 @@ class NeverEvict:
 
 
 def fetched(chosen: Policy, plans: Iterable[tuple[Ids, Floats]], sizes: Sizes) -> list[int]:
-    """Bytes the store would send for each window: plans are (ids in order, importance of every sample)."""
+    """Bytes the store would send for each window; plans are (ids in order, importance of every sample)."""
     sent: list[int] = []
     for ids, importance in plans:
         chosen.window(importance, ids)
@@ -77,7 +77,7 @@ def fetched(chosen: Policy, plans: Iterable[tuple[Ids, Floats]], sizes: Sizes) -
 
 
 def rival_bytes(windows: Iterable[Ids], budget: int, sizes: Sizes) -> dict[str, int]:
-    """Bytes that caches of `budget` bytes which do not know the plan would have fetched; `windows` are ids in order."""
+    """Bytes that caches of `budget` bytes without knowledge of the plan would have fetched; `windows` are ids in order."""
     rivals = {"lru_bytes": Lru(budget, sizes), "never_evict_bytes": NeverEvict(budget, sizes)}
     total = dict.fromkeys(rivals, 0)
     unknown = np.zeros(len(sizes), dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Sizes in bytes: as people write them, and of this machine's memory."""
+"""Sizes in bytes: parsing and formatting them, and the size of this machine's memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def memory_bytes() -> int | None:
 
 
 def size(count: float) -> str:
-    """A number of bytes as people read it."""
+    """A number of bytes in readable form."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"

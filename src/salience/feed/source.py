@@ -31,13 +31,14 @@ class Source:
     or decoded is replaced by another one of its batch, with loss weight 0, and named in the report; the run stops when
     more than `max_broken` of all samples are broken.
 
-    With `cache` ("4GiB", or bytes), `disk` ("/nvme/x:200GiB") or `redis` ("redis://host"), one process per node reads ahead
-    of the plan and keeps what the plan will want again; `cache_policy` decides which samples stay in memory. `views` hands
-    `decode` a read-only view of the cache's memory instead of bytes: one copy less, but the view must not outlive the batch.
+    With `cache` ("4GiB", or bytes), `disk` ("/nvme/x:200GiB") or `redis` ("redis://host"), one process per node reads the
+    samples of the plan ahead of time and keeps those needed again; `cache_policy` decides which samples stay in memory.
+    `views` passes `decode` a read-only view of the cache's memory instead of bytes: one copy less, but the view must not
+    outlive the batch.
 
-    An `index.npz` below `url` is used, or the `index` given (a path, or an Index). Without one, every object is
-    a sample and the first folder below `url` its class. Failed requests are repeated up to `retries` times within
-    `deadline` seconds; each process has at most `concurrency` requests under way. Credentials come from the environment or
+    An `index.npz` below `url` is used, or the given `index` (a path, or an Index). Without one, every object is
+    a sample, and the first folder below `url` is its class. Failed requests are repeated up to `retries` times within
+    `deadline` seconds; each process has at most `concurrency` requests in flight. Credentials come from the environment or
     the cloud's own configuration.
     """
 
@@ -67,7 +68,7 @@ class Source:
             decode=decode, cache=cache, disk=disk, redis=redis, max_broken=max_broken, views=views,
             cache_policy=cache_policy,
         ).checked(self.sizes)  # fmt: skip
-        """How its samples are decoded, cached and counted as broken."""
+        """How its samples are decoded and cached, and how many may be broken."""
         _check_unchanged(store, self.index)
         self.stats = Counts()
         """Requests to the store and bytes it sent, for the batches delivered so far."""
@@ -75,7 +76,7 @@ class Source:
         """Sends the requests."""
 
     def using(self, **options: Any) -> Source:
-        """The same samples, with other `decode`, `cache`, `disk`, `redis`, `max_broken`, `views` or `cache_policy`."""
+        """The same samples, read with other `decode`, `cache`, `disk`, `redis`, `max_broken`, `views` or `cache_policy`."""
         other = copy.copy(self)
         other.reading = replace(self.reading, **options).checked(self.sizes)
         return other
@@ -88,12 +89,12 @@ class Source:
 
     @property
     def labels(self) -> npt.NDArray[np.int32]:
-        """Class of each sample as an index into `classes`, int32 [N]; -1 where not known."""
+        """Class of each sample as an index into `classes`, int32 [N]; -1 = not known."""
         return self.index.label
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes; empty where they are not known."""
+        """Names of the classes; empty if they are not known."""
         return self.index.classes
 
     @property
@@ -107,13 +108,13 @@ class Source:
         return self.index.size
 
     def read(self, ids: Sequence[int]) -> list[bytes | Broken]:
-        """The bytes of each sample, or a Broken that says what is wrong with it."""
+        """The bytes of each sample, or a Broken with the reason."""
         data, counts = self.read_counted(ids)
         self.stats.add(counts)
         return data
 
     def read_counted(self, ids: Sequence[int]) -> tuple[list[bytes | Broken], Counts]:
-        """The same with its counts, for workers whose counts travel with the batch."""
+        """The same with counts of requests, for workers that send them along with the batch."""
         data = self.reader.read(ids)
         return data, self.reader.take_counts()
 

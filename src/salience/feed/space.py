@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 
 SLOT_GRAIN_BYTES = 64
-"""Sizes of blocks are multiples of this."""
+"""Sizes of blocks are multiples of this number of bytes."""
 
 
 class Space:

@@ -1,6 +1,6 @@
 """Stores of samples: local folders, and object stores through `obstore`.
 
-A store is opened by its URL, makes no connection before the first question, and can be pickled. The errors of an object store
+A store is opened by its URL, makes no connection before the first request, and can be pickled. The errors of an object store
 may contain signed URLs or account names: they are used to tell errors apart and never passed on.
 """
 
@@ -39,23 +39,23 @@ CREDENTIAL_ERRORS = re.compile(r"metadata|/latest/api/token|token request|must b
 NO_CREDENTIALS = "no credentials were found"
 STATUS_CODE = re.compile(r"status code: (\d{3})")
 CONCURRENT_HEADS = 32
-"""Sizes asked for at the same time."""
+"""Number of sizes requested at the same time."""
 
 
 class Store(Protocol):
     """Objects by path below one URL."""
 
     url: str
-    """Where it is; safe to show."""
+    """Its address, safe to show."""
     far: bool
-    """True if it is reached over a network, where answers get lost."""
+    """True if it is reached over a network, on which answers can get lost."""
 
     def sizes(self, paths: Sequence[str]) -> list[int | None]:
         """Bytes of each object; None for one that does not exist."""
         ...
 
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
-        """Paths below `prefix`, sorted, with their bytes."""
+        """Paths below `prefix`, sorted, with their sizes in bytes."""
         ...
 
     def get(self, path: str) -> bytes | None:
@@ -128,7 +128,7 @@ class LocalStore:
         return file.read_bytes() if file.is_file() else None
 
     async def get_range(self, path: str, start: int, stop: int) -> bytes:
-        """Reads at once; a failed read of a local file is not repeated."""
+        """Read at once; a failed read of a local file is not repeated."""
         try:
             with self._path(path).open("rb") as handle:
                 handle.seek(start)
@@ -199,7 +199,7 @@ class RemoteStore:
         return sorted((meta["path"], meta["size"]) for meta in metas)
 
     def _get(self, path: str) -> bytes | None:
-        """First without repetitions: this is the first question to a store, and missing credentials are told at once."""
+        """Get an object, first without repetitions: in the first request to a store, missing credentials fail at once."""
 
         async def whole(store: ObjectStore) -> bytes:
             return bytes(await (await store.get_async(path)).bytes_async())
@@ -212,7 +212,7 @@ class RemoteStore:
         return asyncio.run(self._asked(lambda: whole(self._store())))
 
     async def _asked(self, ask: Callable[[], Awaitable[T]]) -> T | None:
-        """The answer; None where the object is missing."""
+        """The answer; None if the object is missing."""
         try:
             return await asyncio.wait_for(ask(), self.retry.deadline)
         except Exception as error:
@@ -222,7 +222,7 @@ class RemoteStore:
         raise self._refused(failed)
 
     def _store(self) -> ObjectStore:
-        """The store of this process, opened when it is first asked."""
+        """The store of this process, opened on the first request."""
         isolated.use(self.url)  # also where the process that this one was forked from has opened it
         if self._opened is None:
             self._opened = self._open(self.retry)
@@ -242,7 +242,7 @@ class RemoteStore:
             raise self._refused(self._failed(error)) from None
 
     def _failed(self, error: Exception) -> ReadFailed:
-        """The failure in our words; the store's own text goes no further than this function."""
+        """The failure in our own words; the store's text is not passed on."""
         if isinstance(error, SalienceError):
             raise error
         text, kind = str(error), type(error).__name__

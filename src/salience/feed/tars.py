@@ -22,11 +22,11 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".ppm", ".ti
 SIDECAR_SUFFIXES = (".txt", ".json")
 """Suffixes of files that belong to the data file of the same name."""
 CHUNK_BYTES = 1 << 20
-"""Bytes copied or hashed at a time."""
+"""Number of bytes copied or hashed at a time."""
 DEFAULT_JOBS = 4
-"""Threads that read or write shards."""
+"""Number of threads that read or write shards."""
 MAX_CLASS_NUMBER = 1 << 20
-"""Larger numbers in .cls members are taken for names."""
+"""Larger numbers in .cls members are treated as names."""
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in total), from the calling thread."""
@@ -97,8 +97,8 @@ def _index(paths: Sequence[Path], checksums: bool, jobs: int, progress: Progress
 
 
 def scan(shard: Path, checksums: bool, count: Count) -> tuple[list[Found], int]:
-    """The samples of one tar, in one pass, and the number of entries skipped. Neighbours that share a name up to the first dot
-    are one sample."""
+    """The samples of one tar, read in one pass, and the number of entries skipped. Neighbours with the same name up to the
+    first dot are one sample."""
     found: list[Found] = []
     skipped = at = 0
     try:
@@ -119,7 +119,7 @@ def scan(shard: Path, checksums: bool, count: Count) -> tuple[list[Found], int]:
 
 
 def labels_of(said: Sequence[str | None], names: Sequence[str]) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
-    """Classes and labels from the .cls members (numbers or names) if there are any, else from the folders.
+    """Classes and labels from the .cls members (numbers or names) if there are any, otherwise from the folders.
 
     Numbers get the names of the folders if there is exactly one folder per number, in the same order.
     """
@@ -141,7 +141,7 @@ def _key(member: Member) -> str:
 
 
 def _rank(member: Member) -> int:
-    """Order of preference as the data of a sample: images, other files, sidecars; 3 for a class, which is never data."""
+    """Rank of a member as the data of a sample: 0 for images, 1 for other files, 2 for sidecars; 3 for a class, never data."""
     suffix = suffix_of(member.name).lower()
     return 0 if suffix in IMAGE_SUFFIXES else 2 if suffix in SIDECAR_SUFFIXES else 3 if suffix == ".cls" else 1
 
@@ -186,7 +186,7 @@ def check(out: str | Path, *, jobs: int = DEFAULT_JOBS, progress: Progress | Non
 
 
 def _differs(out: Path, index: Index, shard: int, rows: npt.NDArray[np.int64], count: Count) -> str:
-    """What is wrong with one shard; empty if nothing is."""
+    """The difference between a shard and its index, in words; empty if there is none."""
     name, size = index.shards[shard], int(index.shard_sizes[shard])
     if (there := size_of(out / name)) != size:
         return f"{name} is missing." if there is None else f"{name} has {there:,} bytes; the index says {size:,}."
@@ -198,7 +198,7 @@ def _differs(out: Path, index: Index, shard: int, rows: npt.NDArray[np.int64], c
         return f"{name} holds {len(found):,} samples; the index says {len(rows):,}."
     for i, sample in zip(rows.tolist(), found, strict=True):
         if (sample.offset, sample.size) != (index.offset[i], index.size[i]):
-            return f"{name}: {index.names[i]!r} does not lie where the index says."
+            return f"{name}: {index.names[i]!r} is not where the index says."
         if index.check[i] and sample.check != index.check[i]:
             return f"{name}: {index.names[i]!r} has other bytes than its checksum says."
     return ""

@@ -27,7 +27,7 @@ SEAL_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierCounts:
-    """What a tier was asked for and what it did."""
+    """Counts of what a tier was asked for and what it did."""
 
     asked: int = 0
     """Samples that were asked for."""
@@ -36,11 +36,11 @@ class TierCounts:
     hit_bytes: int = 0
     """Bytes of those."""
     writes: int = 0
-    """Samples it took."""
+    """Samples it stored."""
     written_bytes: int = 0
     """Bytes of those."""
     refused: int = 0
-    """Samples it was offered and could not keep: no room, too large, or a failure."""
+    """Samples it was offered but could not keep: no room, too large, or a failure."""
     bad: int = 0
     """Samples that no longer matched their checksum and were removed."""
 
@@ -53,11 +53,11 @@ class Tier(Protocol):
 
     @property
     def counts(self) -> TierCounts:
-        """What it was asked for and did so far."""
+        """Its counts so far."""
         ...
 
     def get(self, ids: Sequence[int]) -> dict[int, bytes]:
-        """Those of the samples that it has, checked."""
+        """The samples that it has, checked."""
         ...
 
     def put(self, found: Mapping[int, bytes]) -> None:

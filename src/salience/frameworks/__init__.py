@@ -1,1 +1,1 @@
-"""The front doors under other people's training loops: one adapter per file, imported by its name."""
+"""The front doors inside the training loops of other packages: one adapter per file, imported by its name."""

@@ -26,9 +26,9 @@ class PerSample(NamedTuple):
     losses: Tensor
     """Mean over the items of each sample, [B]."""
     counts: Tensor | None = None
-    """Items of each sample, [B]; None = one each."""
+    """Number of items of each sample, [B]; None = one each."""
     logits: Tensor | None = None
-    """[B, C], where a sample has one class."""
+    """Logits [B, C], if a sample has one class."""
     targets: Tensor | None = None
 
 
@@ -66,7 +66,7 @@ def per_sample_losses(
 
 
 class TaskLosses:
-    """The losses per sample of one model's batches, and the items in them that weigh alike.
+    """Per-sample losses of one model's batches, and the items in them that have equal weight.
 
     `shift` = the logits of a decoder at position i are for the label at i + 1. `own(outputs, inputs)` returns losses [B];
     without it the mean of the first batch is compared with the loss that the model itself returns, which need not compute it
@@ -93,7 +93,7 @@ class TaskLosses:
         return find(smoothing=self._smoothing), outputs
 
     def count_items(self, labels: Any, samples: int) -> int:
-        """Tokens with a label where each token has one, else samples."""
+        """The number of tokens with a label if tokens have labels, otherwise of samples."""
         if self._own is None and isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point():
             return int(((labels[:, 1:] if self._shift else labels) != IGNORED).sum())
         return samples

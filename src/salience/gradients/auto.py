@@ -1,6 +1,6 @@
 """`auto`: watches what all-reduce costs, predicts what each mode would make of a step, tries the best and keeps what is faster.
 
-    first       3 steps of plain all-reduce, not looked at (DDP rearranges its buckets)
+    first       3 steps of plain all-reduce, ignored (DDP rearranges its buckets)
     then        8 steps of plain all-reduce, watched: how long a step takes, and how long it waits for gradients at its end. No
                 mode can save more than that wait; if it is too short to be worth it, nothing else is measured
     then        3 steps with gradients in one piece after the backward pass: how long the link takes, and the rest of a step;
@@ -9,8 +9,8 @@
     from then   the wait at the end of steps (all-reduce), the time of an exchange (local steps) or of a message (other modes)
                 is looked at every 64 steps; if it stays half or twice as long, all of this starts again
 
-All ranks decide alike, from what all of them measured. Lossy modes are said to be lossy when they are tried, and are
-given up for good when two validation results in a row are below the best one from before.
+All ranks make the same decisions, from the measurements of all. The log says of a lossy mode that it is lossy when it is tried,
+and it is given up for good when two validation results in a row are below the best one from before.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ if TYPE_CHECKING:
     from salience.gradients.handle import Handle
 
 SKIP, WATCH, PIECE, BLOCK, PAIRS, CHECK_EVERY = 3, 8, 3, 8, 3, 64
-"""Steps not looked at, watched, and with gradients in one piece; steps per block of a trial, most pairs of blocks, steps
-between two looks at the link."""
+"""Steps ignored, watched, and with gradients in one piece; steps per block of a trial, maximum number of pairs of blocks, steps
+between two checks of the link."""
 SETTLED = SKIP + WATCH + PIECE
 """Steps after which a decision has been made."""
 WORTH, KEEP, SURE, HOPELESS, CHANGED = 1.15, 1.02, 1.5, 1 / 1.1, 2.0
-"""Speed-ups worth a trial, needed to stay, that need no second pair of blocks, and that end a trial at once; change of the
-link after which all starts again."""
+"""Speed-ups that are worth a trial, that keep a mode, that need no second pair of blocks, and that end a trial at once; change
+of the link after which everything starts again."""
 PROBE = 1 << 18
 """Bytes of the message that times the link."""
 HIDDEN = 0.9
-"""Share of the time of H steps up to which an exchange of parameters counts as hidden behind them."""
+"""An exchange of parameters counts as hidden if it takes at most this share of the time of H steps."""
 DOUBTS = 3
-"""Looks in a row at a changed link before it is believed."""
+"""Number of checks in a row that must show a changed link."""
 CANDIDATES = ("bf16", "lowrank", "topk", "local")
-"""Modes that are tried, the mildest first."""
+"""Modes to try, the mildest first."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Trial:
-    """Blocks of steps without a mode and with it, by turns; seconds per step of each."""
+    """Alternating blocks of steps without a mode and with it, and their seconds per step."""
 
     mode: str
     options: dict[str, Any]
@@ -68,11 +68,11 @@ class Trial:
     without: list[float] = field(default_factory=list[float])
     with_mode: list[float] = field(default_factory=list[float])
     exchange: Exchange | None = None
-    """The mode's own exchange, so that what stays behind in one block is there in the next; local steps begin anew."""
+    """The mode's exchange, kept so that residuals of one block are there in the next; local steps start again."""
 
     @property
     def gains(self) -> list[float]:
-        """Logarithms of the speed-up, one per pair of blocks."""
+        """Logarithms of the speed-up, one for each pair of blocks."""
         return [math.log(a / b) for a, b in zip(self.without, self.with_mode, strict=False)]
 
     @property
@@ -88,7 +88,7 @@ class Trial:
 
 
 class Chooser:
-    """Decides between modes as the run goes on."""
+    """Decides between modes during the run."""
 
     def __init__(self, handle: Handle, *, lossy: bool = True) -> None:
         self.handle = handle
@@ -99,7 +99,7 @@ class Chooser:
         """The mode in use since a trial; empty for all-reduce."""
         self.trial: Trial | None = None
         self._seconds: deque[float] = deque(maxlen=WATCH)
-        """Of the last steps."""
+        """Seconds of the last steps."""
         self._best, self._below = -math.inf, 0
         handle.traffic.watch(WATCH)
         self._restart()
@@ -113,7 +113,7 @@ class Chooser:
         self._pace: float | None = None
         """Seconds of a wait, an exchange or a message when the mode was chosen; None if the next look sets it."""
         self._doubts = 0
-        """Looks in a row at which the link seemed to have changed."""
+        """Number of checks in a row in which the link seemed to have changed."""
         self._since = time.perf_counter()
 
     def step(self) -> None:
@@ -135,14 +135,14 @@ class Chooser:
 
     @property
     def trying(self) -> bool:
-        """True while steps are not those of the mode in use: they are measured, or a mode is tried."""
+        """True while steps are not representative of the mode in use, since they are measured or a mode is tried."""
         return self.trial is not None or (bool(self.candidates) and SKIP + WATCH <= self._step < SETTLED)
 
     # --- measuring and predicting ---
 
     @property
     def _patience(self) -> int:
-        """Steps between two looks at the link: fewer where it seems to have changed, as many as bring something new."""
+        """Steps between two checks of the link: fewer if it seems to have changed, and enough for new measurements."""
         if not self._doubts:
             return WATCH if self._pace is None else CHECK_EVERY
         if not self.adopted:
@@ -165,7 +165,7 @@ class Chooser:
         return self.handle.links.main.mean(torch.tensor(numbers, dtype=torch.float64, device=self._device)).tolist()
 
     def _probe(self, size: int, times: int = 1) -> float:
-        """Seconds of an all-reduce of `size` bytes, the best of some, the mean over ranks. Collective."""
+        """Seconds of an all-reduce of `size` bytes: the best of several, as the mean over ranks. Collective."""
         found: list[float] = []
         for _ in range(times):
             start = time.perf_counter()
@@ -174,9 +174,9 @@ class Chooser:
         return self._mean(min(found))[0]
 
     def _waits(self) -> tuple[float, float]:
-        """Seconds of a step, and those in which it waits for gradients at its end: medians of the last steps. Collective.
+        """Seconds of a step, and of its wait for gradients at the end: medians of the last steps. Collective.
 
-        The rank that comes last waits for the link alone, so the shortest wait of a step counts.
+        The rank that arrives last only waits for the link, so the shortest wait of a step counts.
         """
         row = torch.tensor(
             [*self._seconds, *self.handle.traffic.waits(WATCH)], dtype=torch.float64, device=self._device
@@ -185,7 +185,7 @@ class Chooser:
         return seconds.mean(0).median().item(), waits.amin(0).median().item()
 
     def _watched(self) -> None:
-        """Measure further if steps wait long enough for gradients; otherwise settle on all-reduce."""
+        """Continue measuring if steps wait long enough for gradients; otherwise stay with all-reduce."""
         step, wait = self._waits()
         self._pace = wait
         self._say_bottleneck(step, wait)
@@ -230,7 +230,7 @@ class Chooser:
         self._turn(self.trial)
 
     def _say_bottleneck(self, step: float, sync: float) -> None:
-        """A verdict in the event log, where ranks wait for gradients above all."""
+        """Log a verdict if ranks mostly wait for gradients."""
         steps = getattr(self.handle.loader, "steps", None)
         recent = [one.wait for one in list(steps.steps)[-WATCH:]] if isinstance(steps, Steps) else []
         wait = statistics.fmean(recent) if recent else 0.0
@@ -305,7 +305,7 @@ class Chooser:
             self._restart()
 
     def _pace_now(self) -> tuple[float, bool]:
-        """Seconds that tell how fast the link is, and whether a change of them would matter. Collective."""
+        """Seconds that measure the speed of the link, and whether a change would matter. Collective."""
         if not self.adopted:
             step, wait = self._waits()
             return wait, step / max(step - wait, 1e-9) >= WORTH
@@ -317,7 +317,7 @@ class Chooser:
         return exchange, step + 2 * exchange < WORTH * step or exchange > HIDDEN * local.interval * step
 
     def on_event(self, event: Event) -> None:
-        """Follow validation results: those from before a mode is in use set the mark that it must reach."""
+        """Follow validation results: those from before a mode was in use set the level that it must reach."""
         if event.kind == "evaluated" and event["metric"] is not None:
             metric = float(event["metric"])
             if not self.adopted:
@@ -333,7 +333,7 @@ class Chooser:
         return {"adopted": self.adopted, "refused": self.refused, "best": self._best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the mode that a trial kept; otherwise measure from the start."""
+        """Continue with the mode that a trial kept; otherwise measure from the start."""
         self.refused, self._best = list(state["refused"]), float(state["best"])
         if state["adopted"]:
             self.adopted, self._pace, self._step, self.trial = state["adopted"], None, SETTLED, None

@@ -16,11 +16,11 @@ from salience._version import __version__
 from salience.errors import ConfigError
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Types of parameters whose gradients can travel."""
+"""Types of parameters that can be exchanged."""
 
 
 def check_model(model: nn.Module, optimizer: Optimizer, mode: str, options: Mapping[str, Any]) -> None:
-    """What one rank can see of its model and optimizer by itself."""
+    """Check what a rank can see of its model and optimizer by itself."""
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(
             f"The model is a {type(model).__name__}, not wrapped in DistributedDataParallel; pass the wrapped one: "

@@ -18,7 +18,7 @@ from salience.gradients.rules import matrix_shape
 MESSAGES = {"allreduce": 1, "bf16": 1, "lowrank": 2, "topk": 1, "local": 3}
 """Collectives per exchange."""
 MILD = 1.05
-"""Among modes within this factor of the fastest, the first candidate is taken."""
+"""The first candidate within this factor of the fastest is chosen."""
 FEWEST_STEPS, MOST_STEPS, MARGIN = 4, 64, 1.25
 """Bounds on the number of local steps, and how much longer than the exchange they should take."""
 
@@ -28,19 +28,19 @@ class Costs:
     """Seconds, as the mean over ranks."""
 
     plain: float
-    """Of a step with plain all-reduce."""
+    """Seconds of a step with plain all-reduce."""
     compute: float
-    """Of a step without any exchange."""
+    """Seconds of a step without any exchange."""
     exchange: float
-    """Of plain all-reduce of all gradients, in one piece."""
+    """Seconds of a plain all-reduce of all gradients, in one piece."""
     busy: float
-    """In which that exchange keeps a processor busy: they are not hidden by computing where no core is idle."""
+    """Seconds in which that exchange keeps a processor busy, which cannot be hidden by computing if no core is idle."""
     latency: float
-    """Of the smallest message."""
+    """Seconds of the smallest message."""
     encode: dict[str, float] = field(default_factory=dict[str, float])
-    """Of the work of each mode on this machine, nothing sent."""
+    """Seconds of each mode's work on this machine, without sending."""
     share: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Bytes that each mode sends, over those of all-reduce."""
+    """Bytes that each mode sends, divided by those of all-reduce."""
 
     def travel(self, mode: str) -> float:
         """Seconds that one exchange of a mode spends on the link."""
@@ -62,7 +62,7 @@ class Costs:
         return self.compute + encode + self.travel(mode)
 
     def speedup(self, mode: str) -> float:
-        """How many times as fast as plain all-reduce."""
+        """Speed-up over plain all-reduce."""
         return self.plain / max(self.predict(mode), 1e-9)
 
     def best(self, candidates: Sequence[str]) -> str:
@@ -73,7 +73,7 @@ class Costs:
 
 
 class NoLink:
-    """Counts what would be sent and sends nothing: every other rank is taken to be like this one."""
+    """Counts what would be sent and sends nothing; every other rank is assumed to equal this one."""
 
     def __init__(self, world: int) -> None:
         self.world, self.sent = world, 0.0
@@ -91,7 +91,7 @@ class NoLink:
 
 
 def rehearse(mode: str, world: int, gradients: Sequence[Tensor]) -> float:
-    """Seconds of a mode's own work on some gradients, nobody there to exchange with; the second time of two."""
+    """Seconds of a mode's own work on some gradients, without other ranks; the second of two runs."""
     link: Any = NoLink(world)
     mean = RoundedMean(link)
     given = {"overlap": False} if mode in WHOLE else {**resolve(mode, {}), "warmup": 0}
@@ -107,7 +107,7 @@ def rehearse(mode: str, world: int, gradients: Sequence[Tensor]) -> float:
 
 
 def share_of(mode: str, world: int, parameters: Sequence[Tensor]) -> float:
-    """Bytes that a mode sends with its default options, over those of all-reduce; each rank counts its own."""
+    """Bytes that a mode sends with its default options, divided by those of all-reduce; each rank counts its own."""
     if mode in ("bf16", "local"):
         return 0.5
     sizes = [p.numel() for p in parameters]

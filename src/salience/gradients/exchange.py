@@ -1,4 +1,4 @@
-"""What every way to exchange gradients has in common, and the plain ones: everything travels, as it is or in 16 bits."""
+"""What all exchanges of gradients have in common, and the plain ones: everything travels, unchanged or in 16 bits."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from salience.gradients.link import Link
 
 
 class Saved(Protocol):
-    """What is saved of an exchange, by the names of its attributes."""
+    """The state of an exchange, given by the names of its attributes."""
 
     counters: ClassVar[tuple[str, ...]] = ()
-    """Equal on every rank, and good for any number of them."""
+    """Attributes that are equal on every rank, and valid for any number of ranks."""
     residuals: ClassVar[tuple[str, ...]] = ()
-    """This rank's own."""
+    """Attributes that differ from rank to rank."""
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in (*self.counters, *self.residuals)}
 
     def load_state_dict(self, state: Mapping[str, Any], *, residuals: bool = True) -> None:
-        """Take over what was saved; without `residuals`, the counters alone."""
+        """Restore what was saved; without `residuals`, only the counters."""
         for name in (*self.counters, *(self.residuals if residuals else ())):
             setattr(self, name, copy(state[name]))
 
 
 class Exchange(Saved, Protocol):
-    """Replaces the gradients of a backward pass by their mean over the ranks, or by what of it may travel now.
+    """Replaces the gradients of a backward pass by their mean over the ranks, or by the part of it that travels now.
 
     `begin` is called for each bucket in the same order on every rank, then `finish` once with the gradients of all parameters,
     in the order of the model. All collectives happen in these calls, in one fixed order, whatever the number of buckets.
@@ -45,7 +45,7 @@ class Exchange(Saved, Protocol):
     """True if nothing travels in a backward pass."""
 
     def begin(self, bucket: Tensor) -> None:
-        """A bucket is complete; what can be sent without the others may be."""
+        """A bucket is complete: anything that can be sent without the others may be sent."""
 
     def finish(self, gradients: Sequence[Tensor]) -> None:
         """All gradients are there: exchange them in place."""
@@ -55,20 +55,20 @@ class Exchange(Saved, Protocol):
         """The optimizer has made a step."""
 
     def average(self) -> None:
-        """Make parameters equal on all ranks, where they are not always. Collective."""
+        """Make parameters equal on all ranks, if they are not always equal. Collective."""
 
     def leave(self) -> None:
         """Another exchange takes over; parameters must be equal. Collective."""
 
     def restart(self) -> None:
-        """Parameters were loaded, equal on all ranks: go on from them."""
+        """Parameters were loaded, equal on all ranks: continue from them."""
 
 
 class Whole(Exchange):
-    """All gradients travel in every step, as they are or rounded to `dtype`. Sent while the backward pass goes on."""
+    """All gradients travel in every step, unchanged or rounded to `dtype`, during the backward pass."""
 
     def __init__(self, link: Link, dtype: torch.dtype | None = None, *, overlap: bool = True) -> None:
-        """`overlap=False` sends everything at once after the backward pass: its time is then that of the link alone."""
+        """`overlap=False` sends everything at once after the backward pass, so that only the link is timed."""
         self.link, self.dtype, self.overlap = link, dtype, overlap
         self.lossy = dtype is not None
         self._begun: list[tuple[Tensor, Tensor, Any]] = []
@@ -90,7 +90,7 @@ class Whole(Exchange):
 
 
 class Averager(Saved, Protocol):
-    """Sends this rank's progress and returns the updates that all ranks make, in order; called in a thread of its own."""
+    """Sends this rank's progress and returns the updates that all ranks make, in order; called in a separate thread."""
 
     def __call__(self, vector: Tensor, count: int, *, together: bool) -> list[Tensor]:
         """`count` steps were made; `together` says that parameters must be equal on all ranks afterwards."""
@@ -103,8 +103,8 @@ class Averager(Saved, Protocol):
 class RoundedMean(Averager):
     """A mean over ranks in which every number travels in 16 bits, and no rounding error is lost.
 
-    Each rank adds up one part of the vector in float32; parts travel there and back as bfloat16. What rounding takes off is
-    kept and added the next time, on both ways. The result is bitwise the same on every rank.
+    Each rank adds up one part of the vector in float32; parts travel there and back as bfloat16. Rounding errors are
+    kept and added the next time, in both directions. The result is bitwise the same on every rank.
     """
 
     residuals = ("own", "part")
@@ -133,7 +133,7 @@ class RoundedMean(Averager):
 
 
 def rounded(values: Tensor, error: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The values, with the rounding error of before, as bfloat16, and the error of this time."""
+    """The values plus the previous rounding error as bfloat16, and the new rounding error."""
     whole = values if error is None else values + error
     sent = whole.to(torch.bfloat16)
     return sent, whole - sent.float()

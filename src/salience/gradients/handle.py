@@ -38,10 +38,10 @@ def sync(
     deadline: float | None = None,
     **options: Any,
 ) -> Handle:
-    """Choose how the gradients of a `DistributedDataParallel` model travel. Collective: every rank calls it alike.
+    """Choose how the gradients of a `DistributedDataParallel` model travel. Collective: every rank makes the same call.
 
-    `loader` is a `Loader` or `Selector`, whose event log is told what happens, and at the end of whose windows parameters are
-    made equal where ranks take steps of their own. `groups` = "node", "auto" (found by probing), or lists of ranks, adds
+    `loader` is a `Loader` or `Selector`: what happens goes into its event log, and at the end of its windows parameters are
+    made equal if ranks take steps of their own. `groups` = "node", "auto" (found by probing), or lists of ranks, adds
     gradients up inside a group first. `deadline` is how many seconds a rank waits for the others. docs/sync.md lists modes and
     options.
     """
@@ -121,7 +121,7 @@ class Handle:
 
     @property
     def exchange(self) -> Exchange:
-        """What exchanges the gradients at present."""
+        """The exchange in use."""
         return self.traffic.exchange
 
     @property
@@ -130,7 +130,7 @@ class Handle:
         return 0.0 if self.ranks is None else self.links.sent
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank needs to go on; save the model after calling it, since parameters may be averaged here."""
+        """What this rank needs to continue. Save the model after calling it, since parameters may be averaged here."""
         if self.ranks is None:
             return {"mode": self.mode, "world": 1, "rank": 0}
         inner = self.exchange.state_dict()  # averages parameters, so it comes first
@@ -139,9 +139,9 @@ class Handle:
         return {"mode": self.mode, "options": self.options, **here, "inner": inner, "auto": chooser}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state, after that of the model was loaded.
+        """Continue from a saved state, after that of the model was loaded.
 
-        Where the number of ranks has changed, what had stayed behind is dropped, and the event log says so.
+        If the number of ranks has changed, residuals are dropped, and the event log says so.
         """
         ranks = self.ranks
         if ranks is None or state["world"] == 1:
@@ -173,7 +173,7 @@ class Handle:
         )))  # fmt: skip
 
     def close(self) -> None:
-        """Go back to plain all-reduce; parameters are equal on all ranks afterwards."""
+        """Return to plain all-reduce; parameters are equal on all ranks afterwards."""
         if self.ranks is not None and self.mode != "closed":
             self.switch("allreduce", {})
             self.links.leave()
@@ -185,14 +185,14 @@ class Handle:
     # --- what the chooser calls ---
 
     def switch(self, mode: str, options: Mapping[str, Any], exchange: Exchange | None = None) -> None:
-        """Leave the present mode, parameters equal, and take up another, or go on with an `exchange` of before."""
+        """Leave the current mode, with equal parameters, for another one or for an earlier `exchange`."""
         self.exchange.leave()
         self.mode, self.options = mode, dict(options)
         seed = int(getattr(self.loader, "seed", 0))
         self.traffic.exchange = exchange or make_exchange(self.links, mode, options, self.ddp, self.optimizer, seed)
 
     def tell(self, data: EventData) -> None:
-        """Into the event log, or the program's log where there is no loader."""
+        """Write to the event log, or to the program's log if there is no loader."""
         events = getattr(self.loader, "events", None)
         if events is not None:
             events.emit(data)
@@ -202,7 +202,7 @@ class Handle:
     # --- around the optimizer's step ---
 
     def before_step(self, *_: Any) -> None:
-        """Gradients must have travelled, or the other ranks wait for them."""
+        """Make sure that gradients have travelled, since the other ranks wait for them."""
         if self.ranks is None or self.exchange.silent or (self.traffic.passes and not self.traffic.open):
             return
         said = (
@@ -224,7 +224,7 @@ class Handle:
             steps.synced(waited, trying=self.auto is not None and self.auto.trying)
 
     def on_event(self, event: Event) -> None:
-        """Windows end with equal parameters, so that what is evaluated is one model."""
+        """Make parameters equal at the end of a window, so that a single model is evaluated."""
         if event.kind == "window" and self.mode != "closed":
             self.average()
         if self.auto is not None:
@@ -234,11 +234,11 @@ class Handle:
 _ACTIVE: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose gradients a handle exchanges."""
 _TRAFFIC: weakref.WeakKeyDictionary[nn.Module, Traffic] = weakref.WeakKeyDictionary()
-"""DDP takes one hook for life: a model that was closed is taken up again with the same one."""
+"""DDP takes one hook for life: a model that was closed is used again with the same hook."""
 
 
 def _check(model: nn.Module, optimizer: Optimizer, mode: str, options: Mapping[str, Any], groups: Groups) -> None:
-    """Refuse what this rank alone can see to be wrong."""
+    """Refuse what this rank can see to be wrong by itself."""
     check_model(model, optimizer, mode, options)
     if model in _ACTIVE:
         raise ConfigError("sync() was called twice for one model; call close() of the first handle before.")

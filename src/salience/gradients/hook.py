@@ -1,4 +1,4 @@
-"""The single communication hook that DDP gets; it collects buckets and hands them to the exchange in use.
+"""The single communication hook for DDP; it collects buckets and passes them to the exchange in use.
 
 DDP calls the hook for its buckets in the same order on every rank, but runs what follows a collective in whatever order the
 collectives end. So nothing follows one here: an exchange starts what it can when a bucket comes, and does the rest with all
@@ -24,9 +24,9 @@ class Traffic:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.passes = 0
-        """Backward passes whose gradients have travelled since `reset`."""
+        """Number of backward passes whose gradients have travelled since `reset`."""
         self.seconds = 0.0
-        """Time for which the loop has waited for the exchange; whoever reads it sets it to 0."""
+        """Seconds that the loop has waited for the exchange; the reader resets it to 0."""
         self._watched: deque[tuple[float, float, Any]] = deque(maxlen=0)
         """Seconds, processor seconds and, on a GPU, two marks of its stream, around the last calls of `finish`."""
         self._places = {id(p): i for i, p in enumerate(ddp.parameters()) if p.requires_grad}
@@ -35,11 +35,11 @@ class Traffic:
 
     @property
     def open(self) -> bool:
-        """True if some buckets of a backward pass have come, and not the last."""
+        """True if some buckets of a backward pass have arrived, but not the last."""
         return bool(self._waiting)
 
     def reset(self) -> None:
-        """Forget the buckets of the last backward pass; a step begins."""
+        """Forget the buckets of the last backward pass: a step begins."""
         self.passes = 0
         self._waiting, self._gradients = [], {}
 
@@ -73,7 +73,7 @@ class Traffic:
             done.set_result(result)
 
     def watch(self, steps: int) -> None:
-        """From now on, remember how long the exchange took once all gradients were there, in the last `steps` steps."""
+        """Remember from now on how long the exchange took once all gradients were there, for the last `steps` steps."""
         self._watched = deque(maxlen=steps)
 
     def waits(self, steps: int) -> list[float]:
@@ -85,7 +85,7 @@ class Traffic:
         return [marks[0].elapsed_time(marks[1]) / 1000 for *_, marks in watched]
 
     def busy(self, steps: int) -> list[float]:
-        """Processor seconds of this process meanwhile."""
+        """Processor seconds of this process during those waits."""
         return [busy for _, busy, _ in list(self._watched)[-steps:]]
 
 

@@ -3,9 +3,9 @@
     bucket     [ all-reduced by the workers | helper 0 | helper 1 | ... ]
     a helper   gathers a piece from all workers, takes the mean, and scatters it, while the next piece is on its way
 
-A worker of n sends 2(n-1)/n of a bucket by all-reduce and the whole of it once to helpers, so helpers can save up to half of
-what a worker sends where there are many, and nothing where there are two (Jiang et al. 2020, BytePS). The share is
-measured at the start. All of it is gather and scatter of torch.distributed, in groups of the workers and one helper.
+One of n workers sends 2(n-1)/n of a bucket by all-reduce, but only the bucket itself to helpers, so helpers save up to half of
+the traffic with many workers, and nothing with two (Jiang et al. 2020, BytePS). The share is measured at the start. Everything
+uses gather and scatter of torch.distributed, in groups of the workers and one helper.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from salience.gradients.exchange import Exchange
 from salience.gradients.link import Link, Notes
 
 PIECE = 1 << 16
-"""Values that travel at once: while a helper adds up one piece, the next is on its way."""
+"""Number of values sent at once: while a helper adds up one piece, the next is on its way."""
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Shares that are measured, and"""
+"""Shares of a bucket that are measured."""
 SAMPLE = 1 << 20
-"""values of the message that times them;"""
+"""Number of values of the message that times them."""
 BETTER = 1.03
-"""helpers must be so many times as fast as all-reduce alone, or they are left out."""
+"""Helpers are left out unless they make the exchange this many times as fast as all-reduce alone."""
 
 
 class Shard:
-    """The links to one helper: up for what workers send, down for what it answers."""
+    """The links to one helper: up for what workers send, down for its answers."""
 
     def __init__(self, up: Link, down: Link, workers: Sequence[int], helper: int) -> None:
         self.up, self.down = up, down
         ranks = sorted([*workers, helper])
         self.helper, self.first = helper, workers[0]
         self.workers = [ranks.index(rank) for rank in workers]
-        """Of the group."""
+        """Number of workers in the group."""
 
     def announce(self, values: int, dtype: torch.dtype) -> Any:
-        """Tell the helper what comes; 0 values = nothing any more."""
+        """Tell the helper how many values come; 0 = nothing more will come."""
         header = torch.tensor([values, DTYPES.index(dtype)])
         return dist.broadcast(header, self.first, group=self.up.group, async_op=True)
 
     def send(self, flat: Tensor) -> list[tuple[Link, Any]]:
-        """Begin to replace `flat` by its mean over the workers; what to wait for."""
+        """Begin to replace `flat` by its mean over the workers; returns what to wait for."""
         found = [(self.up, self.announce(len(flat), flat.dtype))]
         for piece in flat.split(PIECE):
             self.up.sent += piece.nbytes
@@ -60,7 +60,7 @@ class Shard:
         return found
 
     def serve(self) -> bool:
-        """On the helper: take the mean of what comes next. False if nothing comes any more."""
+        """On the helper: compute the mean of what comes next. False if nothing more comes."""
         header = torch.zeros(2, dtype=torch.int64)
         self.up.wait(dist.broadcast(header, self.first, group=self.up.group, async_op=True))
         values, kind = header.tolist()
@@ -89,7 +89,7 @@ class Shard:
 def make_shards(workers: Sequence[int], helpers: Sequence[int], notes: Notes, deadline: float) -> list[Shard]:
     """The shards that this rank takes part in: all for a worker, its own for a helper. Collective over all ranks.
 
-    Groups are made by all: names of those made by their members alone depend on how many each has, which differs here.
+    All ranks create all groups: names of groups created only by their members depend on how many each has, which differs.
     """
     found: list[Shard] = []
     for helper in helpers:
@@ -102,7 +102,7 @@ def make_shards(workers: Sequence[int], helpers: Sequence[int], notes: Notes, de
 
 
 class Hybrid(Exchange):
-    """The exchange of a worker: the mean, to the bit the same on all workers; sums are rounded in another order."""
+    """The exchange of a worker: the mean, bitwise the same on all workers; sums are rounded in a different order."""
 
     lossy = False
 
@@ -111,7 +111,7 @@ class Hybrid(Exchange):
         self.link, self.shards = link, shards
         self._works: list[tuple[Link, Any]] = []
         self.times: dict[float, float] = {}
-        """Seconds that a message took, by share."""
+        """Seconds of a message, by share."""
         if share is None:
             self.times = {one: self._time(one, device) for one in SHARES}
             share = best_share(self.times)
@@ -134,7 +134,7 @@ class Hybrid(Exchange):
                 self._works += shard.send(part)
 
     def _time(self, share: float, device: torch.device) -> float:
-        """Seconds of a message, the better of two, the mean over workers. Collective."""
+        """Seconds of a message: the better of two, as the mean over workers. Collective."""
         found: list[float] = []
         for _ in range(2):
             message = torch.zeros(SAMPLE, device=device)
@@ -147,7 +147,7 @@ class Hybrid(Exchange):
 
 
 def best_share(times: Mapping[float, float]) -> float:
-    """The share of the shortest time; 0 unless it is clearly shorter than that of all-reduce alone."""
+    """The share with the shortest time; 0 unless that is clearly shorter than all-reduce alone."""
     best = min(times, key=lambda share: times[share])
     return best if times[best] * BETTER <= times[0.0] else 0.0
 
@@ -155,7 +155,7 @@ def best_share(times: Mapping[float, float]) -> float:
 def serve(helpers: Sequence[int], *, deadline: float = 1800.0) -> None:
     """Work as a helper of `sync(mode="hybrid", helpers=helpers)` until the workers close it. Called by each helper rank.
 
-    All other ranks train. `deadline` is in seconds, and the longest pause between two steps of the workers.
+    All other ranks train. `deadline` is the longest pause in seconds between two steps of the workers.
     """
     if not dist.is_initialized():
         raise ConfigError("serve() needs torch.distributed: call dist.init_process_group() before it.")

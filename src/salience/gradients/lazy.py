@@ -1,4 +1,4 @@
-"""`lazy`: a layer whose gathered gradient is small against its usual one waits, for `tau` steps at most.
+"""`lazy`: a layer waits while its accumulated gradient is small compared with its usual one, for at most `tau` steps.
 
 Which layers travel in a step is decided from norms that all ranks exchanged in the step before, in the same collective as the
 gradients, so the decision is the same everywhere and costs nothing.
@@ -21,7 +21,7 @@ MEMORY = 0.9
 
 
 class Lazy(Exchange):
-    """Layers travel when they have gathered `threshold` times their usual gradient, or after `tau` steps; small ones always."""
+    """A layer travels once it has accumulated `threshold` times its usual gradient, or after `tau` steps; small ones always."""
 
     lossy = True
     residuals = ("pools", "usual", "ages", "due")  # what is due depends on what has been gathered
@@ -29,7 +29,7 @@ class Lazy(Exchange):
     def __init__(self, link: Link, *, threshold: float, tau: int, small: int) -> None:
         self.link, self.threshold, self.tau, self.small = link, threshold, tau, small
         self.pools: list[Tensor] = []
-        """Gathered gradients that have not travelled; empty for small layers."""
+        """Accumulated gradients that have not travelled; empty for small layers."""
         self.usual: list[float] = []
         """Running mean of the norm of one step's gradient, by layer."""
         self.ages: list[int] = []

@@ -1,7 +1,7 @@
-"""The ranks that exchange gradients: the few collectives they use, each with a deadline, and a way to tell of trouble.
+"""The ranks that exchange gradients: the few collectives they use, each with a deadline, and a way to report trouble.
 
-A rank that cannot go on leaves a note in the store of the process group before it raises. Ranks that wait for it look there
-every half second and raise the same sentence, instead of waiting for the time-out of the group.
+A rank that cannot continue leaves a note in the store of the process group before it raises. Ranks that wait for it check the
+store every half second and raise the same error, instead of waiting for the group's timeout.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 from salience.errors import RankError
 
 LOOK_EVERY = 0.5
-"""Seconds between two looks for a note of another rank."""
+"""Seconds between two checks for a note of another rank."""
 
 
 class Notes:
-    """Trouble that one rank leaves for the others, in the store of the process group."""
+    """Notes about trouble that one rank leaves for the others, in the store of the process group."""
 
     def __init__(self, group: Any, key: str) -> None:
         self._store: Any = None
@@ -45,19 +45,19 @@ class Notes:
 
 
 class Link:
-    """One process group as the exchanges see it. Every method but the waiting is a collective call."""
+    """One process group, as seen by exchanges. Every method except `wait` is collective."""
 
     def __init__(self, group: Any, notes: Notes, deadline: float) -> None:
         self.group, self.notes, self.deadline = group, notes, deadline
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         nccl = dist.get_backend(group) == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-        """The device that our own tensors must be on to be sent."""
+        """The device that tensors must be on to be sent."""
         self.sent = 0.0
         """Bytes that this rank has sent, by the arithmetic of a ring."""
 
     def start_mean(self, tensor: Tensor) -> Any:
-        """Begin to replace `tensor` by its mean over the ranks; pass the result to `wait`."""
+        """Start replacing `tensor` by its mean over the ranks; pass the result to `wait`."""
         tensor.div_(self.world)
         self.sent += 2 * (self.world - 1) / self.world * tensor.nbytes
         return dist.all_reduce(tensor, group=self.group, async_op=True)
@@ -75,14 +75,14 @@ class Link:
         return out
 
     def shuffle(self, rows: Tensor) -> Tensor:
-        """Row i of [world, n] goes to rank i; the rows that came, by rank."""
+        """Send row i of [world, n] to rank i; returns the rows that arrived, by rank."""
         out = torch.empty_like(rows)
         self.sent += (self.world - 1) * rows[0].nbytes
         self.wait(dist.all_to_all_single(out.view(-1), rows.reshape(-1), group=self.group, async_op=True))
         return out
 
     def start_broadcast(self, tensor: Tensor) -> Any:
-        """Begin to fill `tensor` with that of the group's first rank; pass the result to `wait`."""
+        """Start filling `tensor` with that of the group's first rank; pass the result to `wait`."""
         self.sent += tensor.nbytes if self.rank == 0 else 0
         return dist.broadcast(tensor, dist.get_global_rank(self.group, 0), group=self.group, async_op=True)
 
@@ -92,14 +92,14 @@ class Link:
         return tensor
 
     def start_collect(self, tensor: Tensor) -> Any:
-        """Begin to turn `tensor` into the mean over the ranks on the group's first rank; on the others it is spent."""
+        """Start turning `tensor` into the mean over the ranks on the group's first rank; on the others it becomes invalid."""
         self.sent += tensor.nbytes if self.rank else 0
         return dist.reduce(
             tensor.div_(self.world), dist.get_global_rank(self.group, 0), group=self.group, async_op=True
         )
 
     def check_equal(self, digest: int) -> None:
-        """All ranks must have come to the same parameters."""
+        """Check that all ranks have the same parameters."""
         digests: list[int] = self.gather(torch.tensor([digest])).flatten().tolist()
         if len(set(digests)) > 1:
             raise RankError(
@@ -108,7 +108,7 @@ class Link:
             )
 
     def wait(self, work: Any) -> None:
-        """Wait for a collective until the deadline, or until a rank says that it cannot come.
+        """Wait for a collective until the deadline, or until a rank reports that it cannot take part.
 
         On a GPU this makes the current stream wait, not the host: nothing is synchronised.
         """
@@ -134,7 +134,7 @@ class Link:
                     ) from cause
 
     def _settle(self, work: Any) -> None:
-        """A collective that is over: it ended while we looked for notes, or it failed."""
+        """Handle a collective that is over: it ended while we checked for notes, or it failed."""
         try:
             work.wait(timedelta(seconds=LOOK_EVERY))
         except RuntimeError as cause:

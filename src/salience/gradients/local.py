@@ -1,4 +1,4 @@
-"""`local`: every rank takes H steps of its own, then parameters are averaged; the exchange runs beside the next H steps.
+"""`local`: every rank takes H steps of its own, then parameters are averaged; the exchange runs during the next H steps.
 
 With x_i the parameters of rank i, a the anchor that all ranks share, and s_i what x_i was when the exchange began:
 
@@ -54,13 +54,13 @@ class Local(Exchange):
         self.inside, self.silent = inside, silent
         self.base, self.alpha, self.most, self.overlap, self.outer = steps, alpha, most, overlap, outer
         self.count = 0
-        """Optimizer steps made."""
+        """Number of optimizer steps made."""
         self.last = 0
-        """Step after which parameters were sent last."""
+        """Step after which parameters were last sent."""
         self.rounds = 0
-        """Exchanges that have arrived."""
+        """Number of exchanges that have arrived."""
         self.seconds = 0.0
-        """How long the last exchange took."""
+        """Seconds of the last exchange."""
         parameters = [one.detach() for one in ddp.module.parameters() if one.is_floating_point()]
         self._tensors = [*parameters, *(one for one in ddp.module.buffers() if one.is_floating_point())]
         self._parameters = sum(one.numel() for one in parameters)
@@ -75,7 +75,7 @@ class Local(Exchange):
 
     @property
     def interval(self) -> int:
-        """Local steps until the next exchange, at the learning rate of the first parameter group."""
+        """Number of local steps until the next exchange, at the learning rate of the first parameter group."""
         return local_steps(self.base, self.alpha, float(self.optimizer.param_groups[0]["lr"]), self.most)
 
     def begin(self, bucket: Tensor) -> None:
@@ -93,7 +93,7 @@ class Local(Exchange):
                 self._arrive()
 
     def average(self) -> None:
-        """Wait for everything under way and average now."""
+        """Wait for everything in flight and average now."""
         self._arrive()
         self._begin(together=True)
         self._arrive()
@@ -101,9 +101,9 @@ class Local(Exchange):
         self._thread.submit(self.everybody.check_equal, digest).result()
 
     def leave(self) -> None:
-        """Average, the optimizer's own tensors too, and let DDP exchange gradients again.
+        """Average everything, including the optimizer's own tensors, and let DDP exchange gradients again.
 
-        With other momentum on each rank, equal gradients would drive equal parameters apart.
+        With different momentum on each rank, equal gradients would drive equal parameters apart.
         """
         self.average()
         kept = [value for one in self._states() for _, value in sorted(one.items()) if _is_moment(value)]
@@ -164,7 +164,7 @@ class Local(Exchange):
         self.anchor = self._first_anchor()
 
     def load_state_dict(self, state: Mapping[str, Any], *, residuals: bool = True) -> None:
-        """Go on from the model's present parameters, which must be those saved."""
+        """Continue from the model's current parameters, which must be those saved."""
         self.restart()
         self.count, self.last = int(state["count"]), int(state["last"])
         if self.outer and state["velocity"] is not None:
@@ -174,5 +174,5 @@ class Local(Exchange):
 
 
 def _is_moment(value: Any) -> bool:
-    """A tensor that gathers gradients, as opposed to a counter."""
+    """True for a tensor that accumulates gradients, as opposed to a counter."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0

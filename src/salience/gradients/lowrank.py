@@ -2,7 +2,7 @@
 
     P = M Q,   P <- mean of P over ranks, orthonormal;   Q = M^T P,   Q <- mean of Q;   M is replaced by P Q^T
 
-M is the gradient plus what was left of it before, and M - P Q^T is left for the next step (Vogels et al. 2019). PyTorch's hook
+M is the gradient plus the residual of the last step, and M - P Q^T is the next residual (Vogels et al. 2019). PyTorch's hook
 issues its collectives per bucket and out of order; here the number of buckets does not matter.
 """
 
@@ -20,7 +20,7 @@ from salience.seeds import torch_generator
 
 
 class LowRank(Exchange):
-    """PowerSGD of rank `rank` with error feedback; what it would not halve travels whole, and everything does at first."""
+    """PowerSGD of rank `rank` with error feedback; what it would not halve travels whole, as does everything at first."""
 
     lossy = True
     counters, residuals = ("step", "factors"), ("errors",)
@@ -30,9 +30,9 @@ class LowRank(Exchange):
         self.link, self.rank, self.warmup, self.seed = link, rank, warmup, seed
         self.step = 0
         self.errors: dict[int, Tensor] = {}
-        """What is left of each weight's gradient, [rows, columns]."""
+        """Residual of each weight's gradient, [rows, columns]."""
         self.factors: dict[int, Tensor] = {}
-        """Q of the step before, [columns, rank]; the better start the more alike two steps are."""
+        """Q of the previous step, [columns, rank], as a start: the better, the more similar two steps are."""
 
     def finish(self, gradients: Sequence[Tensor]) -> None:
         shapes = {i: shape for i, one in enumerate(gradients) if (shape := matrix_shape(one.shape, self.rank))}

@@ -1,4 +1,4 @@
-"""The modes of `sync` by name: the options of each, what it is made of, and over which links."""
+"""The modes of `sync` by name: options, exchanges and links of each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Option(NamedTuple):
     default: Any
     """None also means that None may be given."""
     rule: str
-    """What it must be, in words."""
+    """The allowed values, in words."""
     allows: Callable[[Any], bool]
 
 
@@ -97,11 +97,11 @@ MODES: dict[str, Mode] = {
 STEP_AHEAD = ("local", "quorum")
 """Modes in which ranks take steps of their own between two exchanges."""
 WHOLE = ("allreduce", "fp16", "bf16")
-"""Modes that send buckets as they come."""
+"""Modes that send buckets as they are completed."""
 
 
 def resolve(mode: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """All options of a mode, those given checked, the others at their defaults."""
+    """All options of a mode: given ones checked, the others at their defaults."""
     if mode not in MODES:
         raise ConfigError(f"mode is {mode!r}, which sync() does not have.{did_you_mean(mode, MODES)}")
     known = MODES[mode].options
@@ -114,7 +114,7 @@ def resolve(mode: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Links:
-    """Every link of one model: that of DDP, one beside it, and those inside and across groups."""
+    """All links of one model: that of DDP, a second one beside it, and those inside and across groups."""
 
     def __init__(self, group: Any, notes: Notes, deadline: float, groups: Sequence[Sequence[int]] | None) -> None:
         """Collective."""
@@ -127,14 +127,14 @@ class Links:
 
     @property
     def aside(self) -> Link:
-        """A process group of its own, since it is used beside the training. Collective when it is made."""
+        """A separate process group, since it is used beside the training. Collective when it is created."""
         if self._aside is None:
             apart = new_group(self.group, dist.get_process_group_ranks(self.group))
             self._aside = Link(apart, self.notes, self.main.deadline)
         return self._aside
 
     def meet(self, helpers: Sequence[int]) -> Sequence[Shard]:
-        """The links to the helpers, made when they are first asked for. Collective, the helpers included."""
+        """The links to the helpers, created on first use. Collective, including the helpers."""
         workers = dist.get_process_group_ranks(self.group)
         self.shards = self.shards or make_shards(workers, helpers, self.notes, self.main.deadline)
         return self.shards
@@ -147,7 +147,7 @@ class Links:
 
     @property
     def sent(self) -> float:
-        """Bytes that this rank has sent over all of them."""
+        """Bytes that this rank has sent over all links."""
         nodes = [] if self.nodes is None else [self.nodes.inside, self.nodes.beside, self.nodes.across]
         links = (self.main, self._aside, *nodes, *(shard.up for shard in self.shards))
         return sum(link.sent for link in links if link is not None)
@@ -156,7 +156,7 @@ class Links:
 def make_exchange(
     links: Links, mode: str, options: Mapping[str, Any], ddp: DistributedDataParallel, optimizer: Optimizer, seed: int
 ) -> Exchange:
-    """What exchanges the gradients, or parameters, of a model in this mode. Collective."""
+    """The exchange of a model's gradients, or parameters, in this mode. Collective."""
     nodes, given, make = links.nodes, dict(options), MODES[mode].make
     if mode == "hybrid":
         return Hybrid(links.main, links.meet(given["helpers"]), given["share"], next(ddp.parameters()).device)

@@ -12,7 +12,7 @@ from salience.gradients.exchange import Averager, Exchange, RoundedMean, join, s
 from salience.gradients.link import Link, Notes
 
 PIECE = 1 << 18
-"""Values that travel at once where whole gradients are added up in groups."""
+"""Number of values sent at once when whole gradients are added up in groups."""
 
 
 class Nodes:
@@ -25,17 +25,17 @@ class Nodes:
         mine = next(group for group in self.groups if me in group)
         self.leads = mine[0] == me
         self.weight = len(mine) * len(self.groups) / sum(map(len, self.groups))
-        """Factor on this group's mean that makes the mean over groups one over ranks."""
+        """Factor on this group's mean that turns the mean over groups into the mean over ranks."""
         first = [group[0] for group in self.groups]
         made = [(group, new_group(parent, group), new_group(parent, group)) for group in self.groups]
         inside, beside = next((one, other) for group, one, other in made if me in group)
         across = new_group(parent, first)
         self.inside = Link(inside, notes, deadline)
-        """To the ranks of this group, for gradients;"""
+        """The link to the ranks of this group, for gradients."""
         self.beside = Link(beside, notes, deadline)
-        """and for what is exchanged while the next steps are taken: the two must not get into each other's way."""
+        """A second link to them, for exchanges during the next steps: the two must not interfere."""
         self.across = Link(across, notes, deadline) if self.leads else None
-        """To the first ranks of the other groups; None on all ranks but the first."""
+        """The link to the first ranks of the other groups; None on all ranks except the first."""
 
     def mean(self, tensor: Tensor) -> Tensor:
         """Replace `tensor`, which is equal inside each group, by its mean over all ranks."""
@@ -44,7 +44,7 @@ class Nodes:
         return self.beside.broadcast(tensor)
 
     def check_equal(self, digest: int) -> None:
-        """All groups must have come to the same parameters."""
+        """Check that all groups have the same parameters."""
         if self.across is not None:
             self.across.check_equal(digest)
 
@@ -71,7 +71,7 @@ class Grouped(Exchange):
         split(self.nodes.inside.broadcast(flat), gradients)
 
     def _in_pieces(self, pieces: Sequence[Tensor]) -> None:
-        """One piece is added up inside the group while the one before is between groups and another on its way back."""
+        """Add up one piece inside the group while the previous one is between groups and another on its way back."""
         inside, across = self.nodes.inside, self.nodes.across
         crossing: list[Any] = []
         for piece, work in [(piece, inside.start_collect(piece)) for piece in pieces]:

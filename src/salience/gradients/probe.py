@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 SMALL, LARGE, TRIES = 8, 1 << 18, 3
-"""Bytes of the messages that time latency and bandwidth, and how often each goes there and back; the shortest time counts."""
+"""Bytes of the messages that time latency and bandwidth, and the number of round trips of each; the shortest time counts."""
 APART = 3.0
-"""How many times as long messages between groups must take as the slowest inside one."""
+"""Messages between groups must take this many times as long as the slowest inside a group."""
 
 
 def pairings(world: int) -> list[list[tuple[int, int]]]:
-    """Rounds of disjoint pairs in which everybody meets everybody once (the circle method)."""
+    """Rounds of disjoint pairs in which all ranks meet each other once (the circle method)."""
     seats = [*range(world), *([-1] if world % 2 else [])]
     rounds: list[list[tuple[int, int]]] = []
     for _ in range(len(seats) - 1):
@@ -31,7 +31,7 @@ def pairings(world: int) -> list[list[tuple[int, int]]]:
 
 
 def near_groups(seconds: Sequence[Sequence[float]]) -> list[list[int]] | None:
-    """Groups of ranks that are near each other, from seconds between all pairs [world][world]; None where there are none.
+    """Groups of ranks that are near each other, from seconds between all pairs [world][world]; None if there are none.
 
     Pairs are sorted by time, and the widest gap (as a ratio) divides near from far; it must be at least `APART`. Ranks that
     are near each other form a group, and all pairs of it must be near.
@@ -51,9 +51,9 @@ def near_groups(seconds: Sequence[Sequence[float]]) -> list[list[int]] | None:
 
 
 def pair_seconds(group: Any, deadline: float) -> list[list[float]]:
-    """Seconds that a small and a large message take between this rank and each other one, there and back; [world][world].
+    """Seconds of a round trip of a small and a large message between all pairs of ranks, [world][world].
 
-    Pairs of a round talk at the same time: those that share a slow link look slower still. Collective.
+    The pairs of a round exchange messages at the same time, so those that share a slow link look even slower. Collective.
     """
     me, world = dist.get_rank(group), dist.get_world_size(group)
     device = (

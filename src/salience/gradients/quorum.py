@@ -1,7 +1,7 @@
-"""`quorum`: an averaging point is over when enough ranks have come; what the others send joins the next one.
+"""`quorum`: an averaging point is over when enough ranks have arrived; what the others send joins the next one.
 
-The first rank keeps the order. A thread of it hears each rank, adds up what has come, and answers with every update the rank
-has missed, so that all ranks make the same updates in the same order and share one anchor:
+The first rank keeps the order. Its threads listen to each rank, add up what arrives, and answer with every update that rank has
+missed, so that all ranks make the same updates in the same order and share one anchor:
 
     a round ends    when `quorum` ranks wait in it, and none has missed more than `staleness` rounds
     its update      sum of what they sent / number of ranks that wait
@@ -25,33 +25,33 @@ from salience.gradients.exchange import Averager, rounded
 from salience.gradients.link import Link
 
 REGULAR, TOGETHER, LEAVE = range(3)
-"""What a rank can ask for."""
+"""The requests that a rank can make."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Rounds:
-    """The order of updates, as values: who waits, what has been added up, and what each rank still has to hear."""
+    """The order of updates, as values: which ranks wait, what has been added up, and what each rank has not received yet."""
 
     world: int
     quorum: int
     staleness: int
     waiting: dict[int, int] = field(default_factory=dict[int, int])
-    """What each waiting rank asked for."""
+    """The request of each waiting rank."""
     total: Tensor | None = None
-    """Sum of what has come since the last round ended."""
+    """Sum of what has arrived since the last round ended."""
     error: Tensor | None = None
     """Rounding errors of the updates so far."""
     heard: list[int] = field(default_factory=list[int])
-    """Updates that each rank knows."""
+    """Number of updates that each rank has."""
     sent: list[int] = field(default_factory=list[int])
-    """Round in which each rank sent last."""
+    """The round in which each rank last sent something."""
     updates: list[Tensor] = field(default_factory=list[Tensor])
 
     def __post_init__(self) -> None:
         self.heard, self.sent = [0] * self.world, [0] * self.world
 
     def come(self, rank: int, asks: int, values: Tensor) -> dict[int, list[Tensor]]:
-        """A rank has come; the answers that can be given now, by rank."""
+        """A rank has arrived; returns the answers that can be given now, by rank."""
         self.waiting[rank] = asks
         self.sent[rank] = len(self.updates)
         self.total = values.float() if self.total is None else self.total + values.float()
@@ -75,7 +75,7 @@ class Rounds:
         return answers
 
     def _forget(self) -> None:
-        """Let go of updates that all ranks know; their places stay, so that numbers keep their meaning."""
+        """Drop updates that all ranks have; their places stay, so that numbers keep their meaning."""
         for i in range(min(self.heard)):
             self.updates[i] = self.updates[i][:0]
 
@@ -136,7 +136,7 @@ class Quorum(Averager):
         return answer
 
     def _serve(self, rank: int) -> None:
-        """Hear one rank until it leaves."""
+        """Serve one rank until it leaves."""
         try:
             while True:
                 dist.recv(asks := torch.zeros(1, dtype=torch.int64), group=self.link.group, group_src=rank)

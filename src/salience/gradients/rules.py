@@ -1,4 +1,4 @@
-"""The rules as functions on tensors: what is large enough to travel, what stays behind, and how often to average."""
+"""The rules as functions on tensors: what is large enough to travel, what stays in residuals, and how often to average."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 SAMPLE = 4096
-"""Scores looked at to guess the threshold of a long list."""
+"""Number of scores used to guess the threshold of a long list."""
 AIM = 1.5
-"""The guessed threshold aims at this many times the wanted number, so that hardly ever too few pass it."""
+"""The guessed threshold aims at this many times the wanted number, so that too few hardly ever pass it."""
 SPREAD = 4.0
-"""Share of a layer that travels, at most this many times below or above the mean share."""
+"""The share of a layer that travels is at most this many times below or above the mean share."""
 
 
 def largest(scores: Tensor, k: int, offset: int = 0) -> Tensor:
     """Positions of the k largest of `scores` [n], exactly k, in no particular order.
 
     Long lists are thinned first by a threshold guessed from every m-th score, starting at `offset` (Lin et al. 2018, Deep
-    Gradient Compression). Where at least k pass it, the k largest are among them, so the result is exact.
+    Gradient Compression). If at least k pass it, the k largest are among them, so the result is exact.
     """
     n = len(scores)
     stride = n // SAMPLE
@@ -52,7 +52,7 @@ def take(pool: Tensor, positions: Tensor, unit: int, dtype: torch.dtype = torch.
 
 
 def correct_momentum(velocity: Tensor, gradient: Tensor, momentum: float) -> Tensor:
-    """u <- m * u + g, in place: momentum gathers before values are chosen, so that late ones lose none of it."""
+    """u <- m * u + g, in place: momentum is applied before values are chosen, so that late ones lose none of it."""
     return velocity.mul_(momentum).add_(gradient)
 
 
@@ -66,7 +66,7 @@ def warm_rate(rate: float, step: int, warmup: int) -> float:
 def layer_counts(rate: float, units: Sequence[int], norms: Sequence[float]) -> list[int]:
     """How many units of each layer travel: `rate` of all, shared out by sqrt(units) * norm of the gradient.
 
-    The square root lets small layers send a larger share, the norm those where more happens. Each share stays within a factor
+    The square root gives small layers a larger share, the norm those with large gradients. Each share stays within a factor
     of `SPREAD` of `rate`, and every layer sends at least one unit.
     """
     wishes = [math.sqrt(n) * norm if math.isfinite(norm) else 0.0 for n, norm in zip(units, norms, strict=True)]
@@ -103,7 +103,7 @@ def orthonormal(matrix: Tensor) -> Tensor:
 def travels(gathered: float, usual: float, age: int, *, threshold: float, tau: int) -> bool:
     """True if a layer must not wait: |gathered gradient| >= threshold * |usual gradient|, or `tau` steps have passed.
 
-    The comparison is written so that a norm that is not a number travels at once.
+    The comparison is written so that a layer whose norm is NaN travels at once.
     """
     return age >= tau or not gathered < threshold * usual
 

@@ -12,7 +12,7 @@ from salience.gradients.link import Link
 from salience.gradients.rules import correct_momentum, largest, layer_counts, take, unit_scores, warm_rate
 
 ROW = 16
-"""Neighbouring values that travel together in layers without kernels, where whole kernels travel."""
+"""Number of neighbouring values that travel together in layers without kernels, in the mode `kernels`."""
 
 
 class Sparse(Exchange):
@@ -30,10 +30,10 @@ class Sparse(Exchange):
         self.warmup, self.small = warmup, small
         self.step = 0
         self.pools: list[Tensor | None] = []
-        """What has stayed behind so far, flat; None for layers that travel whole."""
+        """Residuals so far, flat; None for layers that travel whole."""
         self.velocities: list[Tensor | None] = []
         self.norms: list[float] = []
-        """Mean gradient norm of each pooled layer in the step before, the same on every rank."""
+        """Mean gradient norm of each pooled layer in the previous step, the same on every rank."""
 
     def finish(self, gradients: Sequence[Tensor]) -> None:
         if not self.pools:
@@ -89,13 +89,13 @@ class Sparse(Exchange):
         return positions, take(pool, positions, unit)
 
     def _put_back(self, i: int, unit: int, positions: Tensor, sent: Tensor) -> None:
-        """No rank had a gradient for this layer: the optimizer may not look at it, so nothing may be lost there."""
+        """Restore a layer for which no rank had a gradient: the optimizer may skip it, so nothing may be lost there."""
         pool = self.pools[i]
         assert pool is not None
         pool.view(-1, unit).index_add_(0, positions.long(), sent.to(pool.dtype).view(-1, unit))
 
     def _unit(self, gradient: Tensor) -> int:
-        """Values that travel together: a kernel of a convolution, or a few neighbours of a row."""
+        """Number of values that travel together: a kernel of a convolution, or a few neighbours in a row."""
         if not self.kernels:
             return 1
         size = gradient[0, 0].numel() if gradient.dim() > 2 else 1

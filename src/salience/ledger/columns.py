@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 LARGEST = float(np.finfo(np.float32).max)
-"""Losses are finite: others are counted in `bad`."""
+"""Largest loss that is stored; others, and those not finite, are counted in `bad`."""
 NOTHING = float("nan")
-"""First value of every statistic, for "not known yet". Scores pass it on, and the framework ranks it highest."""
+"""Initial value of every statistic: not known yet. Scores pass it on, and the framework ranks it highest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,9 @@ class Column:
     needs_logits: bool = field(default=False, kw_only=True)
     """Filled only when `loss()` is given logits and integer targets."""
     low: float = field(default=-np.inf, kw_only=True)
-    """Smallest value that can stand in it."""
+    """Smallest value that it can hold."""
     high: float = field(default=np.inf, kw_only=True)
-    """Largest value that can stand in it."""
+    """Largest value that it can hold."""
     width: int = field(default=1, kw_only=True)
     """Values per sample."""
 
@@ -66,19 +66,19 @@ COLUMNS: dict[str, Column] = {
 }
 
 COUNT_LIMIT = int(np.iinfo(np.uint16).max)
-"""Counters stay at this value instead of wrapping round."""
+"""Counters stop at this value instead of wrapping around."""
 CLASS_LIMIT = int(np.iinfo(np.int16).max)
 """Class numbers above this do not fit into the column `other`."""
 VOTES = 4
 """Classes whose averaged probability is kept per sample."""
 VOTE_DECAY = 0.7
-"""Weight of what was known before in the averaged prediction, per window since the last visit (the beta of early-learning
-regularisation). It counts windows rather than visits: rare visits are not averaged over a longer past."""
+"""Weight of the old average in the averaged prediction, per window since the last visit (the beta of early-learning
+regularisation). It counts windows rather than visits, so that rare visits are not averaged over a longer past."""
 VOTE_COLUMNS: dict[str, Column] = {
     "vote": _logits(np.int32, 0, "likeliest classes by all visits, averaged, likeliest first", low=0, width=VOTES),
     "vote_p": _logits(np.float16, 0, "their averaged probabilities; 0 = none", low=0, high=1.01, width=VOTES),
 }
-"""Columns [n, VOTES], 24 bytes per sample besides, which the system hands out only once logits are recorded."""
+"""Columns [n, VOTES]: 24 more bytes per sample, whose memory is only used once logits are recorded."""
 
 
 def bytes_per_sample() -> int:

@@ -1,8 +1,8 @@
 """`loss` inside a compiled step: one operator that records a batch and returns its weights.
 
-`torch.compile` cannot look into recording, which keeps state, reads clocks and leaves tensors in flight; traced as Python
-it breaks the graph and recompiles as counters change. An operator is a single node for the compiler: it is called once per
-step, and nothing it does is guarded on.
+`torch.compile` cannot trace recording, which keeps state, reads clocks and leaves tensors in flight: it would break the graph
+and recompile as counters change. An operator is a single node for the compiler: it is called once per step, and the compiler
+sets no guards on what it does.
 
     self._handle = register(self)                                 # once, by the object with the method weigh()
     ...
@@ -11,12 +11,12 @@ step, and nothing it does is guarded on.
 
 `weigh(losses, logits, targets) -> Tensor` may have side effects (record, look up the batch delivered last, raise); logits and
 targets are None if they were not given. It returns float32 weights [B] on the device of the losses, *with the division in
-them*: 1 / B each for a plain mean, w * world / B_global in general, so that the loss is their product, summed. What it
-returns is copied, since the compiler may write into the result. Its object is held weakly: the operator keeps no run alive.
+them*: 1 / B each for a plain mean, w * world / B_global in general, so that the loss is their product, summed. The
+result is copied, since the compiler may write into it. The object is held weakly: the operator keeps no run alive.
 
-No gradient flows through the operator; that of each loss is its weight. The operator counts its calls in a tensor of the
-handle. To the compiler that is a mutation, so it neither drops, merges nor repeats calls, and keeps their order. It leaves
-them out of CUDA graphs (tag `cudagraph_unsafe`), which would replay the kernels without the Python.
+No gradient flows through the operator; the gradient of each loss is its weight. The operator counts its calls in a tensor of
+the handle. To the compiler that is a mutation, so it does not drop, merge, repeat or reorder calls. The calls are kept out of
+CUDA graphs (tag `cudagraph_unsafe`), which would replay the kernels without the Python code.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class LossHandle(NamedTuple):
     """How compiled code refers to a weigher."""
 
     number: int
-    """Constant, so that the compiler guards on nothing that changes."""
+    """Constant, so that no guard of the compiler depends on something that changes."""
     calls: Tensor
-    """int64 [1]: calls of the operator so far."""
+    """Number of calls of the operator so far, int64 [1]."""
 
 
 _weighers: weakref.WeakValueDictionary[int, Weigher] = weakref.WeakValueDictionary()
@@ -60,7 +60,7 @@ def register(weigher: Weigher) -> LossHandle:
 
 
 def weighted_sum(losses: Tensor, logits: Tensor | None, targets: Tensor | None, handle: LossHandle) -> Tensor:
-    """sum(w * l) with the weights that `weigh` gives; for compiled code, where it is one node of the graph."""
+    """sum(w * l) with the weights from `weigh`; for compiled code, in which it is one node of the graph."""
     nothing = losses.detach().new_empty(0)
     logits = nothing if logits is None else logits.detach()
     targets = nothing if targets is None else targets.detach()

@@ -1,4 +1,4 @@
-"""Which samples are copies of each other: groups, and whose turn it is in each."""
+"""Which samples are copies of each other: groups, and which member of each is visited next."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class Copies:
     """Which samples are copies of each other."""
 
     group: Groups
-    """int32 [n]: samples with the same number are copies; -1 stands alone."""
+    """Group of each sample, int32 [n]: samples with the same number are copies; -1 = no copies."""
     similarity: Floats
-    """float32 [n]: 1 where the bytes are equal, otherwise the cosine to the nearest copy; 0 if alone."""
+    """Similarity to the nearest copy, float32 [n]: 1 if the bytes are equal, otherwise the cosine; 0 without copies."""
 
     @property
     def size(self) -> npt.NDArray[np.int64]:
-        """int64 [n]: samples in the sample's group, itself included; a visited one stands for all of them."""
+        """Size of each sample's group, itself included, int64 [n]; a visited sample stands for all of them."""
         sizes = np.bincount(self.group[self.group >= 0], minlength=1)
         return np.where(self.group >= 0, sizes[self.group], 1)
 
     def turn(self, window: int) -> npt.NDArray[np.bool_]:
-        """bool [n]: the sample whose turn it is in each group, and every one that stands alone."""
+        """The sample whose turn it is in each group, and every sample without copies, bool [n]."""
         mask = self.group < 0
         members = self.group[~mask]
         mask[~mask] = places(members) == window % self.size[~mask]
@@ -38,7 +38,7 @@ class Copies:
 
 
 def places(groups: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
-    """How many elements of the same group stand before each, int64 [m]."""
+    """Number of elements of the same group before each element, int64 [m]."""
     order = np.argsort(groups, kind="stable")
     ordered = groups[order]
     first = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
@@ -48,7 +48,7 @@ def places(groups: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
 
 
 def byte_copies(prints: npt.NDArray[np.int64], label: npt.NDArray[np.int32]) -> Copies:
-    """Samples of one class with the same fingerprint; 0 = not known."""
+    """Copies by bytes: samples of one class with the same fingerprint; 0 = not known."""
     known = np.flatnonzero(prints)
     order = known[np.lexsort((label[known], prints[known]))]
     same = (prints[order[1:]] == prints[order[:-1]]) & (label[order[1:]] == label[order[:-1]])
@@ -57,7 +57,7 @@ def byte_copies(prints: npt.NDArray[np.int64], label: npt.NDArray[np.int32]) -> 
 
 
 def both(one: Copies, two: Copies) -> Copies:
-    """Copies by either; groups that share a sample become one."""
+    """Copies by either criterion; groups that share a sample become one."""
     n = len(one.group)
     edges = [_chain(found.group) for found in (one, two)]
     rows, columns = (np.concatenate([edge[side] for edge in edges]) for side in (0, 1))
@@ -65,7 +65,7 @@ def both(one: Copies, two: Copies) -> Copies:
 
 
 def connected(n: int, rows: npt.NDArray[np.int64], columns: npt.NDArray[np.int64]) -> Groups:
-    """Number of each sample's group when rows[k] and columns[k] belong together, by smallest member; -1 alone."""
+    """Group of each sample if rows[k] and columns[k] belong together, numbered by smallest member; -1 = none."""
     lowest = np.arange(n)
     while True:
         low = np.minimum(lowest[rows], lowest[columns])
@@ -88,5 +88,5 @@ def _chain(group: Groups) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
 
 def merged(found: Sequence[Copies]) -> Copies | None:
-    """Copies by any of them; None if there is nothing to go by."""
+    """Copies by any of these criteria; None if there are none."""
     return functools.reduce(both, found) if found else None

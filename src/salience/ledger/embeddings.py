@@ -16,11 +16,11 @@ from salience.ledger.columns import COUNT_LIMIT
 Vectors = npt.NDArray[np.float32]
 
 SCATTER_DECAY = 0.9995
-"""Factor on the scatter after each batch: the model moves, and old batches say little about how it scatters now."""
+"""Factor on the scatter after each batch: the model changes, and old batches say little about the scatter now."""
 MIN_VISITS_PER_DIRECTION = 32
-"""Once there are this many visits per direction, the scatter is known well enough to update it from a part of the batches."""
+"""With this many visits per direction, the scatter is known well enough to update it from only some of the batches."""
 SCATTER_BATCH_STRIDE = 4
-"""That part is one batch in this many. The first id of a batch decides, so that a resumed run takes the same ones."""
+"""Then one batch in this many updates it. The first id of a batch decides, so that a resumed run uses the same ones."""
 
 
 class Embeddings:
@@ -31,13 +31,13 @@ class Embeddings:
         self.mean = np.zeros((n, width), dtype=np.float16)
         self.visits = np.zeros(n, dtype=np.uint16)
         self.scatter = np.zeros((width, width), dtype=np.float64)
-        """Sum over visits of the outer product of their distance to the sample's mean with itself; old visits fade."""
+        """Sum over visits of the outer product of (visit - mean of the sample) with itself; old visits fade."""
         self.weight = 0.0
-        """Number of visits that `scatter` is made from; old ones fade."""
+        """Number of visits in `scatter`; old ones fade."""
 
     @classmethod
     def given(cls, vectors: npt.ArrayLike, n: int) -> Embeddings:
-        """From the user's own vectors [n, width], which do not scatter."""
+        """Embeddings from the user's own vectors [n, width], which have no scatter."""
         array = np.asarray(vectors)
         if array.ndim != 2 or len(array) != n or array.dtype.kind not in "fiu":
             raise ConfigError(
@@ -56,7 +56,7 @@ class Embeddings:
         return float(self.visits.mean())
 
     def record(self, ids: npt.NDArray[np.int64], vectors: Vectors) -> None:
-        """One visit of each of `ids`, vectors float32 [B, width]:  m += (v - m) / k. Those not finite are left out."""
+        """Enter a visit of each of `ids`, vectors float32 [B, width]:  m += (v - m) / k. Skips vectors that are not finite."""
         v = torch.from_numpy(vectors)
         if not torch.isfinite(v.sum()):
             whole = np.isfinite(vectors).all(axis=1)
@@ -73,9 +73,9 @@ class Embeddings:
             self._scatter(step, seen)
 
     def _scatter(self, step: Tensor, seen: Tensor) -> None:
-        """The distance to a mean of k other visits is sqrt((k + 1) / k) times too long; first visits have none.
+        """Update the scatter. Distances to a mean of k other visits are too long by sqrt((k + 1) / k); first visits have none.
 
-        By torch, since the threads that NumPy starts for a product of this size cost more than the product.
+        Uses torch, since the threads that NumPy starts for a product of this size cost more than the product.
         """
         apart = step.mul_((seen / (seen + 1)).sqrt_())
         self.scatter *= SCATTER_DECAY
@@ -83,7 +83,7 @@ class Embeddings:
         self.weight = SCATTER_DECAY * self.weight + int(torch.count_nonzero(seen))
 
     def copy(self) -> Embeddings:
-        """A snapshot, for a thread that reads it while more visits are recorded."""
+        """A snapshot for a thread that reads it while more visits are recorded."""
         return Embeddings.from_state(self.state_dict())
 
     def state_dict(self) -> dict[str, npt.NDArray[Any]]:

@@ -1,4 +1,4 @@
-"""The ledger among several ranks: one copy per node, and every rank's batches entered on every node in the order of steps."""
+"""The ledger with several ranks: one copy per node, into which the batches of all ranks are entered in the order of steps."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def shared_ledger(ranks: Ranks, n: int) -> Ledger:
 
 
 def exchange(ranks: Ranks, batches: Sequence[Batch]) -> Iterator[Batch]:
-    """All batches of all ranks in the order of steps, so that the number of ranks makes no difference to the ledger.
+    """Gather the batches of all ranks in the order of steps, so that the ledger does not depend on the number of ranks.
 
-    Ids travel as int64 and values as float32, separately.
+    Ids are sent as int64 and values as float32, separately.
     """
     header = np.array(
         [(len(ids), _KINDS.index(names), *map(int, flags)) for ids, names, _, flags in batches], dtype=np.int64

@@ -1,4 +1,4 @@
-"""Ledgers as files: written atomically as npz, never pickled; merged across runs and models so that several can vote."""
+"""Ledgers as files: written atomically as npz, never pickled; ledgers of several runs and models can be merged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def load(path: str | Path) -> Ledger:
 
 
 def merge(ledgers: Sequence[Ledger]) -> Ledger:
-    """One ledger from several runs over the same data set: counters add up, statistics average over the runs that have them.
+    """Merge the ledgers of runs over one data set: counters are added, statistics averaged over the runs that have them.
 
     Where the runs guessed different classes, the most frequent guess wins. `last_seen` is reset, since
     windows of different runs cannot be compared.

@@ -1,7 +1,7 @@
-"""What the ledger said window by window, of a sample of the samples: how losses came down, swung, or stayed.
+"""What the ledger said after each window about some of the samples: how losses fell, fluctuated or stayed.
 
-A ledger holds the present only. A history keeps a few of its columns for up to MAX_SAMPLES samples, drawn by the seed, after
-every window: ten bytes per sample and window.
+A ledger only holds the present. A history keeps a few of its columns after every window, for up to MAX_SAMPLES samples drawn by
+the seed: ten bytes per sample and window.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from salience.seeds import TIES, generator
 
 FORMAT = "salience-history-1"
 MAX_SAMPLES = 5_000
-"""Most samples that are followed."""
+"""Maximum number of samples that are followed."""
 MAX_WINDOWS = 200
-"""Most windows that are kept; of more, every second one goes, then every second of the rest."""
+"""Maximum number of windows that are kept; when there are more, every second one is dropped."""
 FOLLOWED: dict[str, type[np.generic]] = {
     "last_loss": np.float16, "var_loss": np.float16, "confidence": np.float16, "forgotten": np.int16, "right": np.int16,
 }  # fmt: skip
-"""Columns that are kept, and as what."""
+"""The columns that are kept, and their types."""
 
 
 class History:
@@ -43,7 +43,7 @@ class History:
         self._rows: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in FOLLOWED}
 
     def note(self, ledger: Ledger, window: int) -> None:
-        """Keep what the ledger says after `window`; a window that was noted before is replaced."""
+        """Keep what the ledger says after `window`, replacing an earlier record of the same window."""
         if window % self._every:
             return
         if window in self.windows:
@@ -99,7 +99,7 @@ class History:
 
 
 def save(history: History, path: str | Path) -> None:
-    """Write it; the file appears whole or not at all."""
+    """Write the history; the file appears whole or not at all."""
     write_npz(path, {"format": np.array(FORMAT), **history.state_dict()})
 
 

@@ -1,4 +1,4 @@
-"""Keys: what a sample is called, and the row of the ledger it has."""
+"""Keys: the name of each sample, and its row in the ledger."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from salience.errors import ConfigError, DataError
 
 
 class Keys:
-    """Maps keys to rows. Positions 0 to n - 1 are their own rows and cost nothing; other keys get rows as they come.
+    """Maps keys to rows. Positions 0 to n - 1 are their own rows and cost nothing; other keys get rows in order of arrival.
 
-    Keys are integers, strings or bytes: what can be written to a file and mean the same in another run.
+    Keys are integers, strings or bytes, which can be saved and mean the same in another run.
     """
 
     def __init__(self, n: int | None = None) -> None:
         self._n = n
-        """Rows of a dense range; None where keys are looked up."""
+        """Number of rows of a dense range; None if keys are looked up."""
         self._row: dict[Hashable, int] = {}
 
     def __len__(self) -> int:
@@ -27,11 +27,11 @@ class Keys:
 
     @property
     def dense(self) -> bool:
-        """True if keys are positions."""
+        """True if the keys are positions."""
         return self._n is not None
 
     def rows(self, keys: Iterable[Hashable] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The rows of known keys, int64 [B]; DataError for one that is not known."""
+        """The rows of known keys, int64 [B]; raises DataError for an unknown key."""
         if self._n is not None:
             found = np.asarray(keys, dtype=np.int64)
             if len(found) and not (found.min() >= 0 and found.max() < self._n):
@@ -45,7 +45,7 @@ class Keys:
             raise DataError(f"The ledger has no sample {cause.args[0]!r}; add it first.") from None
 
     def add(self, keys: Iterable[Hashable]) -> npt.NDArray[np.int64]:
-        """The rows of `keys`, new ones added at the end, int64 [B]."""
+        """The rows of `keys`, int64 [B]; new keys are added at the end."""
         if self._n is not None:
             raise ConfigError("Keys of a dense range are positions; a data set that grows needs keys of its own.")
         row = self._row

@@ -22,9 +22,9 @@ Rows = Mapping[str, npt.NDArray[np.float32]]
 ARRAYS = COLUMNS | VOTE_COLUMNS
 """Everything a ledger holds, by name."""
 TRIAL_FIELDS = 6
-"""Numbers per row of `Ledger.trial`; `select.trial` names them."""
+"""Number of columns of `Ledger.trial`; `select.trial` names them."""
 LOSS_SMOOTHING = 0.5
-"""Weight of the newest value in exponential means. Visits are few and the model moves fast between them."""
+"""Weight of the newest value in exponential means: visits are few, and the model changes quickly between them."""
 
 
 class Ledger:
@@ -46,13 +46,13 @@ class Ledger:
             if fresh and column.first != 0:  # new memory is zero, and handed out only once it is written to
                 array[:] = column.first
         self.course: list[tuple[float, float, float, float]] = []
-        """How often predictions contradicted labels, one row per window: of all, where surest, how many those are, and the
-        share of samples that the window before had left out for their labels."""
+        """How often predictions contradicted labels, one row per window: among all samples, among the surest, how many those
+        are, and the share of samples that the window before left out for their labels."""
         self.trial: npt.NDArray[np.float64] = np.empty((0, TRIAL_FIELDS))
         """Hard samples on trial, one row per sample and trial: see `select.trial`."""
 
     def grown(self, n: int) -> Ledger:
-        """A private ledger of `n` rows that begins with the rows of this one; new rows stand for samples never seen."""
+        """A private ledger of `n` rows that begins with the rows of this one; new rows are for samples never seen."""
         if n < self.n:
             raise ConfigError(f"The ledger has {self.n} rows and cannot shrink to {n}.")
         larger = Ledger(n)
@@ -90,7 +90,7 @@ class Ledger:
         self.label[:] = array
 
     def check_labels(self, ids: Ids, targets: npt.NDArray[np.integer[Any]]) -> None:
-        """Compare targets with the known classes of `ids`, and note those not known yet."""
+        """Compare targets with the known classes of `ids`, and store classes that were not known yet."""
         known = self.label[ids]
         wrong = (known != targets) & (known >= 0)
         if wrong.any():
@@ -107,11 +107,11 @@ class Ledger:
     def record(
         self, ids: Ids, rows: Rows, *, window: int, seen: bool = True, trained: bool = True, unique: bool = False
     ) -> int:
-        """Enter one batch: `rows` maps statistic names to float32 [B]. Returns how many losses were not finite.
+        """Enter one batch: `rows` maps names of statistics to float32 [B]. Returns how many losses were not finite.
 
-        An id that stands twice in the batch counts as two visits with their mean. `seen=False` with
+        An id that occurs twice in the batch counts as two visits with their mean. `seen=False` with
         `trained=True` only counts the ids as trained: they were recorded when they were seen. `unique` says that no
-        id stands twice.
+        id occurs twice.
         """
         if not seen:
             if trained:
@@ -156,7 +156,7 @@ class Ledger:
             self.grad_norm[ids] = rows["grad_norm"]
 
     def _update_classified(self, ids: Ids, rows: Rows, new: Any, window: int) -> None:
-        """Fade what was known by the number of windows since then; call this before `last_seen` is updated."""
+        """Update the votes, fading old ones by the windows since the last visit; call this before `last_seen` is updated."""
         label = rows["target"].astype(np.int32)
         guess = rows["guess"].astype(np.int32)
         right = guess == label
@@ -190,15 +190,15 @@ class Ledger:
         self[name][ids] = _saturated(self[name][ids], times.astype(np.uint16))
 
     def state_dict(self) -> dict[str, Array]:
-        """A copy of every column, the votes, the course of the run and its trials."""
+        """Copies of every column, the votes, the course of the run and its trials."""
         course = {"course": np.array(self.course, dtype=np.float64)} if self.course else {}
         trial = {"trial": self.trial.copy()} if len(self.trial) else {}
         return {name: self[name].copy() for name in (ARRAYS if self.vote_p[:, 0].any() else COLUMNS)} | course | trial
 
     def load_state_dict(self, state: Mapping[str, Any], *, columns: bool = True) -> None:
-        """Take over a saved state; StateError, and nothing changed, unless every field can have come from a ledger.
+        """Restore a saved state. Raises StateError, and changes nothing, unless every field can have come from a ledger.
 
-        Without `columns` only what is not in shared memory is taken over: another process of this machine loads these.
+        Without `columns`, only what is not in shared memory is restored; another process of this node loads the columns.
         """
         arrays = {name: np.asarray(state[name]) for name in state}
         course, trial = arrays.pop("course", np.empty((0, 4))), arrays.pop("trial", np.empty((0, TRIAL_FIELDS)))
@@ -227,7 +227,7 @@ class Ledger:
 
 
 def _check_trial(trial: Array, n: int) -> None:
-    """Raise StateError unless these can be the rows of trials on `n` samples."""
+    """Raise StateError unless these can be the rows of trials over `n` samples."""
     if trial.ndim != 2 or trial.shape[1] != TRIAL_FIELDS or trial.dtype.kind != "f":
         raise StateError(
             f"The samples on trial in the saved ledger are {trial.dtype} {trial.shape}; each must be {TRIAL_FIELDS} numbers."
@@ -259,15 +259,15 @@ def _check_values(name: str, values: Array, column: Column, shape: tuple[int, ..
 
 
 def block_bytes(n: int) -> int:
-    """Bytes of a ledger over `n` samples."""
+    """Size in bytes of a ledger over `n` samples."""
     return n * sum(column.nbytes for column in ARRAYS.values())
 
 
 def averaged_votes(vote: Array, strength: Array, classes: Array, p: Array, decay: Array) -> tuple[Array, Array]:
-    """Fold one more prediction per sample into its votes, [VOTES, B] each, the likeliest first; `decay` is b, [B].
+    """Average one more prediction per sample into its votes, [VOTES, B] each, the likeliest first; `decay` is b, [B].
 
-    t <- b t + (1 - b) p, over the classes either side names; the VOTES strongest stay. The first prediction is taken as
-    it is.
+    t <- b t + (1 - b) p, over the classes named on either side; the VOTES largest are kept. The first prediction is taken
+    unchanged.
     """
     decay = np.where(strength[0] > 0, decay, np.float32(0))
     both = np.concatenate((decay * strength, (1 - decay) * p))
@@ -294,7 +294,7 @@ def has_doubles(ordered: Ids) -> bool:
 
 
 def _smoothed(old: Array, value: Array) -> Array:
-    """m + a (x - m), or x where nothing was known."""
+    """m + a (x - m), or x if nothing was known."""
     step = value - old
     step[np.isnan(step)] = 0
     return value - (1 - LOSS_SMOOTHING) * step
@@ -310,12 +310,12 @@ def _single(values: Array) -> Array:
 
 
 def _saturated(count: Array, new: Any) -> Array:
-    """count + new, held at the counter's limit."""
+    """count + new, at most the counter's limit."""
     return count + np.minimum(new, COUNT_LIMIT - count)
 
 
 def _average_doubles(ids: Ids, rows: Rows) -> tuple[Ids, Rows, Array]:
-    """Unique ids, the mean of each row over its doubles (the last value for classes), and how often each id stands."""
+    """Unique ids, the mean of each row over repeated ids (the last value for classes), and how often each id occurs."""
     unique, group, times = np.unique(ids, return_inverse=True, return_counts=True)
     last = np.empty(len(unique), dtype=np.int64)
     last[group] = np.arange(len(ids))

@@ -1,8 +1,8 @@
 """The four likeliest of many classes, for many samples at once: a sorting network of whole-array operations.
 
-`topk` looks at one sample after the other and mispredicts most of its branches; minima and maxima of whole arrays do not
-branch. Each candidate is one int64: what it is sorted by in the upper half, its class in the lower one. So equal
-candidates are in the order of their classes, and nothing has to be looked up afterwards.
+`topk` handles one sample after the other and mispredicts most of its branches; minima and maxima of whole arrays do not
+branch. Each candidate is one int64: its sort key in the upper half, its class in the lower one. So equal candidates are in the
+order of their classes, and nothing has to be looked up afterwards.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Charts as inline SVG: lines, stacked columns and bars. Colours come from the page, so that they follow light and dark.
 
-Each chart carries its numbers as a table too, for those who cannot see it and those who want to copy them.
+Each chart also has its numbers as a table, for readers who cannot see it or want to copy them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from html import escape
 
 WIDTH, HEIGHT = 400, 220
 LEFT, RIGHT, TOP, BOTTOM = 48, 10, 12, 38
-"""Room around the plot, in the units of the drawing."""
+"""Margins around the plot, in the units of the drawing."""
 MAX_MARKED_VALUES = 40
-"""Lines with up to this many values have a mark at each of them."""
+"""Lines with up to this many values have a mark at each value."""
 MAX_SEPARATE_COLUMNS = 80
-"""With more columns than this there are no gaps, and they are drawn as one shape."""
+"""With more columns than this, they have no gaps and are drawn as one shape."""
 ROW_HEIGHT = 24
 """Height of one bar with its name."""
 
@@ -25,7 +25,7 @@ Form = Callable[[float], str]
 
 
 Series = Mapping[str, Sequence[float | None]]
-"""Named rows of numbers; None where there is none. Charts of no number at all are None."""
+"""Named rows of numbers; None marks a missing number. A chart without any number is None."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class Chart:
     title: str
     svg: str
     legend: tuple[str, ...]
-    """Names of the colours c0, c1, ...; empty where there is one."""
+    """Names of the colours c0, c1, ...; empty if there is only one."""
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
@@ -45,7 +45,7 @@ def lines(
     title: str, x: Sequence[float], series: Series, *, x_label: str, form: Form, x_form: Form = "{:,.0f}".format,
     least: float | None = None, note: str = "",
 ) -> Chart | None:  # fmt: skip
-    """Lines over `x`; the axis goes from `least`, or the smallest value, to the largest."""
+    """Lines over `x`; the axis runs from `least`, or the smallest value, to the largest."""
     known = _known(series)
     if not known:
         return None
@@ -74,7 +74,7 @@ def columns(
     title: str, names: Sequence[str], series: Series, *, x_label: str, form: Form,
     feet: Sequence[tuple[float, str]] | None = None, note: str = "",
 ) -> Chart | None:  # fmt: skip
-    """Stacked columns, one per name. `feet` are marks below: (how many columns from the left, text); else some of the names."""
+    """Stacked columns, one per name. `feet` are marks below, (columns from the left, text); by default some of the names."""
     if not _known(series):
         return None
     tops = [[0.0] * len(names)]
@@ -107,9 +107,9 @@ def columns(
 def bars(
     title: str, names: Sequence[str], series: Series, *, form: Form, what: str = "", note: str = "", hues: bool = True,
 ) -> Chart | None:  # fmt: skip
-    """Horizontal bars with their numbers, the name above; several series lie one below the other.
+    """Horizontal bars with their numbers, each below its name; several series are drawn below each other.
 
-    A single series has a colour per bar, or with `hues` off one colour.
+    A single series has one colour per bar, or one colour in all if `hues` is off.
     """
     known, several = _known(series), len(series) > 1
     if not known:

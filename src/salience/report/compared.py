@@ -19,12 +19,12 @@ from salience.report.words import count
 from salience.stats import Interval, paired_interval
 
 NOT_SETTINGS = ("seed", "out", "resume", "salience", "torch", "workers", "device", "checkpoint_every")
-"""What may differ between runs of one arm."""
+"""Settings that may differ between runs of one arm."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedArm:
-    """Runs with the same settings but for the seed."""
+    """Runs with the same settings except for the seed."""
 
     name: str
     stories: tuple[Story, ...]
@@ -32,7 +32,7 @@ class ComparedArm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """An arm against the first one; None where a figure is missing, or no seed is shared."""
+    """An arm compared with the first one; None if a figure is missing, or no seed is shared."""
 
     arm: ComparedArm
     against: ComparedArm
@@ -57,7 +57,7 @@ class Comparison:
 
 
 def compare(stories: Sequence[Story]) -> Comparison:
-    """Every arm against that of the first run."""
+    """Compare every arm with that of the first run."""
     arms = arms_of(stories)
     return Comparison(
         arms=arms, differences=tuple(_difference(arm, arms[0]) for arm in arms[1:]), notes=tuple(_doubts(stories))
@@ -65,14 +65,14 @@ def compare(stories: Sequence[Story]) -> Comparison:
 
 
 def against(story: Story, baseline: Story) -> Comparison:
-    """One run against another, whatever their settings."""
+    """Compare one run with another, whatever their settings."""
     arms = ComparedArm(name=baseline.name, stories=(baseline,)), ComparedArm(name=story.name, stories=(story,))
     notes = tuple(_doubts((baseline, story)))
     return Comparison(arms=arms, differences=(_difference(arms[1], arms[0]),), notes=notes)
 
 
 def arms_of(stories: Sequence[Story]) -> tuple[ComparedArm, ...]:
-    """Runs grouped so that those of a group differ only in the seed, in the order given."""
+    """Runs in groups that differ only in the seed, in the order given."""
     groups: dict[str, list[Story]] = {}
     for story in stories:
         settings = story.all_settings
@@ -118,7 +118,7 @@ def _difference(arm: ComparedArm, against: ComparedArm) -> Difference:
 
 
 def _by_seed(arm: ComparedArm, value: Callable[[Story], float | None]) -> dict[int, float]:
-    """The mean of each seed's runs that have a value."""
+    """The mean over each seed's runs that have a value."""
     found: dict[int, list[float]] = {}
     for story in arm.stories:
         one = value(story)
@@ -162,7 +162,7 @@ def rows(comparison: Comparison) -> list[tuple[str, ...]]:
 
 
 def said_of(comparison: Comparison) -> list[str]:
-    """What every arm did against the first one: result, visits and seconds, and what is not significant."""
+    """How every arm compares with the first one: result, visits and seconds, and what is not significant."""
     said = [" ".join(sentences(one)) for one in comparison.differences]
     return said or ["All runs have the same settings except for the seed, so there is nothing to compare."]
 

@@ -1,4 +1,4 @@
-"""Lines, tables and progress in the terminal; progress is drawn by rich where it is installed and the output is a terminal."""
+"""Lines, tables and progress in the terminal; rich draws progress if it is installed and the output is a terminal."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any, Protocol
 from salience.errors import printable
 
 SECONDS_BETWEEN_UPDATES = 0.5
-"""Fewest seconds between two updates."""
+"""Minimum seconds between two updates."""
 SECONDS_BETWEEN_LINES = 5.0
-"""Fewest seconds between two lines of the same bar, where there is no terminal."""
+"""Minimum seconds between two lines of the same bar, if there is no terminal."""
 
 
 def say(text: str = "") -> None:
@@ -22,7 +22,7 @@ def say(text: str = "") -> None:
 
 
 def columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), indent: str = "") -> str:
-    """Rows of text as aligned columns: those numbered in `right` to the right, the others to the left."""
+    """Rows of text as aligned columns: those numbered in `right` are aligned to the right, the others to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         indent + "  ".join(f"{cell:{'>' if i in right else '<'}{widths[i]}}" for i, cell in enumerate(row)).rstrip()
@@ -31,7 +31,7 @@ def columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), inden
 
 
 def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table with its title, first column left and the others right."""
+    """A table with a title; the first column is aligned to the left, the others to the right."""
     line = ["-" * max(map(len, column)) for column in zip(head, *rows, strict=True)]
     say(f"{title}\n{columns([head, line, *rows], right=range(1, len(head)), indent='  ')}")
 
@@ -43,7 +43,7 @@ class Bars(Protocol):
 
 
 class _PlainBars:
-    """A line every few seconds, for logs."""
+    """Progress as a line every few seconds, for logs."""
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}

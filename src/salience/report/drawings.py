@@ -1,4 +1,4 @@
-"""The charts of a story and of a comparison; None where there is nothing to draw."""
+"""The charts of a story and of a comparison; None if there is nothing to draw."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from salience.report.compared import ComparedArm, Comparison
 from salience.report.story import Result, Story
 
 MAX_CLASSES_DRAWN = 20
-"""Classes shown in a chart; of more, the worst or the most uneven."""
+"""Maximum number of classes in a chart; with more, the worst or the most uneven."""
 MAX_SERIES_DRAWN = 6
-"""Series drawn in a chart: as many as there are colours."""
+"""Maximum number of series in a chart: the number of colours."""
 MAX_LAYERS_DRAWN = 12
-"""Layers drawn; of more, the largest."""
+"""Maximum number of layers drawn; with more, the largest."""
 SMALLEST_LOSS = 1e-6
-"""Losses under this are drawn as this, on an axis of powers of ten."""
+"""Smaller losses are drawn as this value, on an axis of powers of ten."""
 
 Points = Sequence[tuple[float, float]]
 
 
 def _over(curves: Mapping[str, Points]) -> tuple[list[float], Series]:
-    """Several curves over one axis: the union of their places, None where a curve has no value."""
+    """Several curves over one axis: the union of their positions, None where a curve has no value."""
     x = sorted({at for points in curves.values() for at, _ in points})
     return x, {name: [dict(points).get(at) for at in x] for name, points in curves.items()}
 
@@ -73,7 +73,7 @@ def seconds_per_epoch(story: Story) -> Chart | None:
 
 
 def timeline(story: Story) -> Chart | None:
-    """Seconds of every epoch by what the loop did in them."""
+    """Seconds of every epoch, by what the loop did."""
     done = [(window, window.steps) for window in story.windows if window.steps is not None]
     spent = [steps for _, steps in done]
     series: dict[str, list[float]] = {
@@ -145,7 +145,7 @@ def stage_costs(story: Story) -> Chart | None:
 
 
 def by_importance(story: Story) -> Chart | None:
-    """The share picked of the least and of the most important samples, over time."""
+    """The share picked among the least and among the most important samples, over time."""
     done = [(w.number + 1.0, w.plan.by_importance or ()) for w in story.windows]
     done = [(number, shares) for number, shares in done if len(shares) == 10]
     if all(share == 1 for _, shares in done for share in shares):
@@ -252,7 +252,7 @@ def class_balance(story: Story) -> Chart | None:
 
 
 def near_zero_by_loss(story: Story) -> Chart | None:
-    """The share of gradient entries near zero over the loss: a line per probe, or the first, the last and some between."""
+    """The share of gradient entries near zero over the loss: a line per probe, or the first, the last and some in between."""
     probes = story.probes
     count = min(len(probes), MAX_SERIES_DRAWN)
     shown = [probes[round(i * (len(probes) - 1) / max(1, count - 1))] for i in range(count)]
@@ -271,7 +271,7 @@ def near_zero_by_loss(story: Story) -> Chart | None:
 
 
 def near_zero_by_layer(story: Story) -> Chart | None:
-    """The same by layer, for the quarters of lowest and of highest loss in the last probe."""
+    """The same by layer, for the quarters with the lowest and the highest loss in the last probe."""
     if not story.probes:
         return None
     layers = story.probes[-1].layers

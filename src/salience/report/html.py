@@ -1,7 +1,7 @@
-"""A story as one HTML file: no script, no request, light and dark, for a phone and for paper.
+"""A story as one HTML file: no scripts, no requests, light and dark, for phones and for paper.
 
-The page forbids itself everything but inline style and inline pictures (Content-Security-Policy), and every text of the
-data is escaped.
+The page allows nothing but inline styles and inline pictures (Content-Security-Policy), and all text from the data is
+escaped.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from salience.events import EventLog, LeverDecided
 from salience.report import drawings, words
 from salience.report.charts import Chart
 from salience.report.compared import HEAD, SECONDS_NOTE, Comparison, rows, said_of
+from salience.report.reader import Log, read_log, story_of
 from salience.report.story import GROUPS, HARDEST, MEMBERS, SUSPECTS, Story, shown
-from salience.report.telling import Log, read_log, tell
 from salience.report.text import metric, sections, verdict
 from salience.report.words import Names
 
 Pictures = Mapping[int, bytes]
 """PNG or JPEG of the samples shown."""
 SampleNames = Sequence[str] | Callable[[int], str] | None
-"""What samples are called: one name per sample, or a function of the id."""
+"""Names of samples: one per sample, or a function of the id."""
 
 
 def page(story: Story, *, pictures: Pictures | None = None, baseline: Comparison | None = None) -> str:
@@ -90,7 +90,7 @@ def sheet(
     over: str, title: str, *, said: Sequence[str], charts: Sequence[Chart | None] = (), tables: Sequence[Table] = (),
     notes: Sequence[str] = (),
 ) -> str:  # fmt: skip
-    """A page of sentences, charts and tables that is not about one run's log; the sentences are its verdict."""
+    """A page of sentences, charts and tables that is not about the log of one run; the sentences are its verdict."""
     return rendered("sheet.html", over=over, title=title, said=said, charts=_drawn(*charts), tables=tables, notes=notes)
 
 
@@ -104,10 +104,10 @@ def comparison_page(comparison: Comparison) -> str:
 
 
 def live_page(events: EventLog, *, name: str, names: SampleNames = None, classes: Names = None) -> str:
-    """The page of a run in progress: from its log where it has one, else the last events in memory."""
+    """The page of a run in progress, from its log if it has one, otherwise from the last events in memory."""
     path = events.path
     log = Log(events=tuple(events.recent)) if path is None or not path.exists() else read_log(path)
-    story = tell(log, name=name, classes=classes)
+    story = story_of(log, name=name, classes=classes)
     if names is None:
         return page(story)
     find = names if callable(names) else names.__getitem__
@@ -118,19 +118,19 @@ def live_page(events: EventLog, *, name: str, names: SampleNames = None, classes
 
 
 def framed(text: str) -> str:
-    """A page inside another one, such as a notebook, whose styles it neither takes nor changes."""
+    """A page inside another one, such as a notebook; neither affects the other's styles."""
     frame = "width:100%;height:40rem;border:1px solid #8884;border-radius:8px"
     return f'<iframe sandbox srcdoc="{escape(text)}" style="{frame}" title="salience report"></iframe>'
 
 
 def data_uri(picture: bytes) -> str:
-    """A PNG or JPEG as part of the page."""
+    """A PNG or JPEG as a data URI."""
     kind = "png" if picture.startswith(b"\x89PNG") else "jpeg"
     return f"data:image/{kind};base64,{base64.b64encode(picture).decode('ascii')}"
 
 
 def rendered(template: str, **values: Any) -> str:
-    """A page of this room, its text escaped."""
+    """Render one of this room's pages, with all text escaped."""
     try:
         import jinja2
     except ImportError as cause:
@@ -179,7 +179,7 @@ def _decision(one: LeverDecided) -> tuple[str, str, str, str, str, str]:
 
 
 def _reasons(story: Story) -> list[tuple[str, str, int, int, str]]:
-    """(filter, epochs, most dropped, most forced, reason): neighbours with the same reason, numbers aside, in one row."""
+    """Rows (filter, epochs, most dropped, most forced, reason); neighbours whose reasons only differ in numbers share a row."""
     found: list[tuple[str, str, int, int, str]] = []
     for name in dict.fromkeys(note.name for window in story.windows for note in window.plan.filters):
         run: list[tuple[int, Any]] = []
@@ -206,7 +206,7 @@ def _wordless(text: str) -> str:
 
 
 def _settings(story: Story) -> list[tuple[str, str]]:
-    """Everything that was set, `select` as JSON."""
+    """All settings, with `select` as JSON."""
     both = story.all_settings
     return [
         (

@@ -51,7 +51,7 @@ def rendered(profile: BottleneckFound) -> str:
 
 
 def _machine(profile: BottleneckFound) -> str:
-    """How busy the machine was: the mean and the course of every part of it."""
+    """How busy the machine was: mean and sparkline for every part of it."""
     used, rows = profile.usage, list[tuple[str, str, str, str]]()
     if not used:
         return ""

@@ -1,6 +1,6 @@
-"""Where a run's figures can go besides its event log: TensorBoard, Weights & Biases, MLflow. Each reads events, live or later.
+"""Other places for a run's figures: TensorBoard, Weights & Biases, MLflow. They read events, during the run or later.
 
-The step of a figure is the number of visits made before it, so that runs which visit different shares of the data compare.
+The step of a figure is the number of visits before it, so that runs that visit different shares of the data can be compared.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def figures(data: EventData) -> dict[str, float]:
 
 
 def said(data: EventData) -> str:
-    """What an event says in words; nothing where it has only numbers."""
+    """The text of an event; nothing if it has only numbers."""
     match data:
         case Warned():
             return without_secrets(data.text)
@@ -72,7 +72,7 @@ def said(data: EventData) -> str:
 
 
 class _Stepped:
-    """A sink that hands events on as settings, numbers and words, each with the visits made before it."""
+    """A sink that passes events on as settings, numbers and words, each with the number of visits before it."""
 
     def __call__(self, event: Event) -> None:
         data = event.data
@@ -158,7 +158,7 @@ class MLflow(_Stepped):
 
 
 def _end_mlflow_run(client: Any, run: str) -> None:
-    """MLflow prints the URL of the run with its password, and its errors hold it too: neither is shown."""
+    """End the run without showing MLflow's output and errors, which contain the URL of the run with its password."""
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             client.set_terminated(run)
@@ -174,7 +174,7 @@ SINKS: dict[str, tuple[Callable[[str], Sink], str]] = {
 
 
 def sink(given: str | Sink) -> Sink:
-    """By name, "tensorboard:runs/tb"; or whatever is called with each event."""
+    """The sink with a name such as "tensorboard:runs/tb"; a callable is returned unchanged."""
     if callable(given):
         return given
     if not isinstance(given, str):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -1,4 +1,4 @@
-"""A run as a story: the values that hold everything its report shows. `telling` makes them from an event log."""
+"""A run as a story: the values that hold everything its report shows. `reader` makes them from an event log."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from salience.events import (
 from salience.report.words import class_name
 
 SUSPECTS, HARDEST, GROUPS, MEMBERS = 24, 12, 6, 4
-"""Samples of each kind that are shown, and of every group of copies: 60 pictures at most."""
+"""Maximum number of suspects, hard samples, groups of copies and members per group shown: 60 pictures at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """One window as planned, and as far as it got."""
+    """One window: its plan, and how it ended."""
 
     plan: WindowPlanned
     """The plan."""
     end: WindowClosed | None = None
-    """How it ended; None where the log ends before."""
+    """How it ended; None if the log ends before that."""
 
     @property
     def number(self) -> int:
@@ -86,15 +86,15 @@ class Story:
     """Everything a report shows of one run."""
 
     name: str
-    """What the run is called."""
+    """Name of the run."""
     started: float
-    """Seconds since 1970 of the first event."""
+    """Time of the first event, in seconds since 1970."""
     run: RunStarted
     """How the run was started, or resumed last."""
     settings: Mapping[str, Any]
-    """Settings of `salience train`; empty for a loop of one's own."""
+    """Settings of `salience train`; empty for your own loop."""
     preset: str
-    """Name of the preset that `select` is; empty where it is none, or unknown."""
+    """Name of the preset in `select`; empty if it is not a preset, or unknown."""
     classes: tuple[str, ...] | None
     """Names of the classes."""
     windows: tuple[Window, ...]
@@ -130,7 +130,7 @@ class Story:
     warnings: tuple[tuple[str, int], ...]
     """Each warning, and how often it was given."""
     notes: tuple[str, ...]
-    """What is odd about the log, or missing from its folder."""
+    """Remarks on oddities of the log, and on what is missing from its folder."""
     files: Mapping[int, str] = field(default_factory=dict[int, str])
     """Names of the samples shown."""
 
@@ -140,7 +140,7 @@ class Story:
 
     @property
     def full(self) -> int:
-        """Visits that all data would have taken over the same windows."""
+        """Visits that all data would have needed over the same windows."""
         return round(sum(window.population * window.done for window in self.windows))
 
     @property
@@ -149,14 +149,14 @@ class Story:
 
     @property
     def waiting(self) -> float | None:
-        """Share of the steps' time that the loop waited for batches; None where it was not measured."""
+        """Share of the time of the steps that the loop waited for batches; None if it was not measured."""
         spent = [window.steps for window in self.windows if window.steps is not None]
         total = sum(one.wait + one.copy + one.forward + one.backward for one in spent)
         return sum(one.wait for one in spent) / total if total > 0 else None
 
     @property
     def usage(self) -> tuple[MachineUse, ...]:
-        """How busy the machine was, over the windows; where they do not say, as the last profile measured it."""
+        """How busy the machine was over the windows; if they do not say, as the last profile measured it."""
         found: list[MachineUse] = []
         for window in self.windows:
             used = () if window.end is None else window.end.usage
@@ -180,12 +180,12 @@ class Story:
 
     @property
     def epochs(self) -> int:
-        """Planned number of epochs; those in the log where the run was not told."""
+        """Planned number of epochs; the number in the log if it was not given."""
         return max(1, len(self.windows) if self.run.epochs is None else self.run.epochs)
 
     @property
     def arm(self) -> str:
-        """What `select` was, in a word: the preset's name, or the file's, or 'custom'."""
+        """`select` in a word: the name of the preset or of the file, or 'custom'."""
         given = str(self.settings.get("select") or "")
         if given:
             return Path(given).name
@@ -206,7 +206,7 @@ class Story:
 
     @property
     def measure(self) -> str:
-        """What the validation result is called."""
+        """Name of the validation result."""
         return "accuracy" if self.settings else "metric"
 
     @property
@@ -223,7 +223,7 @@ class Story:
 
 
 def shown(story: Story) -> list[int]:
-    """Samples that the report shows one by one, the most telling first; at most 60."""
+    """Samples that the report shows individually, the most informative first; at most 60."""
     found = story.findings
     if found is None:
         return []

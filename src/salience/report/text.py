@@ -1,4 +1,4 @@
-"""Reports as plain text: of a summary (`loader.report()`), and of a story (`salience report` and the page's prose)."""
+"""Reports as plain text: of a summary (`loader.report()`), and of a story (`salience report` and the text of the page)."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from salience.report.story import Story
 from salience.report.words import Names, count
 
 MAX_LINES_LISTED = 8
-"""Classes and samples listed of each kind."""
+"""Maximum number of classes, and of samples of each kind, that are listed."""
 
 
 # ---------------------------------------------------------------- a summary
 
 
-def render(summary: Mapping[str, Any], *, names: Names = None, shown: int = MAX_LINES_LISTED) -> str:
+def render(summary: Mapping[str, Any], *, names: Names = None) -> str:
     """What a run has learnt about its samples, from `loader.summary()`; `names` are class names."""
     if not summary["seen"]:
         return "Nothing was recorded yet: call loader.loss(losses, logits, targets) in the training step."
     parts = (
         _headline(summary),
-        _classes(summary, names, shown),
-        "\n".join(["Hardest samples:", *(_sample(one, names) for one in summary["hardest"][:shown])]),
-        _suspects(summary, names, shown),
+        _classes(summary, names),
+        "\n".join(["Hardest samples:", *(_sample(one, names) for one in summary["hardest"][:MAX_LINES_LISTED])]),
+        _suspects(summary, names),
         _never(summary),
         words.not_finite(summary["not_finite"]),
     )
@@ -58,14 +58,14 @@ def _name(index: int, names: Names) -> str:
     return names[index] if names is not None and index < len(names) else str(index)
 
 
-def _classes(summary: Mapping[str, Any], names: Names, shown: int) -> str:
+def _classes(summary: Mapping[str, Any], names: Names) -> str:
     classes = sorted(summary["classes"], key=lambda c: -(c["mean_loss"] or 0))
     if not classes:
         return ""
     every = summary["class_count"]
-    lines = [f"Classes, hardest first{'' if every <= shown else f' ({shown} of {every:,})'}:"]
+    lines = [f"Classes, hardest first{'' if every <= MAX_LINES_LISTED else f' ({MAX_LINES_LISTED} of {every:,})'}:"]
     rows = [("class", "samples", "mean loss", "accuracy", "of samples", "of visits")]
-    for c in classes[:shown]:
+    for c in classes[:MAX_LINES_LISTED]:
         accuracy, share, visits = (
             "-" if c[key] is None else f"{c[key]:.1%}" for key in ("accuracy", "share", "visits")
         )
@@ -74,7 +74,7 @@ def _classes(summary: Mapping[str, Any], names: Names, shown: int) -> str:
         )
     lines.append(columns(rows, right=range(1, 6), indent="  "))
     uneven = sorted((c for c in classes if c["reason"]), key=lambda c: c["visits"] / c["share"])
-    return "\n".join([*lines, *(f"  {_name(c['label'], names)} was {c['reason']}." for c in uneven[:shown])])
+    return "\n".join([*lines, *(f"  {_name(c['label'], names)} was {c['reason']}." for c in uneven[:MAX_LINES_LISTED])])
 
 
 def _sample(one: Mapping[str, Any], names: Names) -> str:
@@ -83,13 +83,13 @@ def _sample(one: Mapping[str, Any], names: Names) -> str:
     return f"  sample {one['id']:>8}: {label}{words.history(one['mean_loss'], one['right'], one['seen'])}"
 
 
-def _suspects(summary: Mapping[str, Any], names: Names, shown: int) -> str:
+def _suspects(summary: Mapping[str, Any], names: Names) -> str:
     suspects = summary.get("suspects")
     if not suspects or not suspects["count"]:
         return words.cannot_judge(suspects["weak"]) if suspects and suspects["weak"] else ""
     head = f"{words.look_wrong(suspects['count'], expected=suspects['expected'])}. Most certain first:"
     return "\n".join([
-        head, *(f"{_sample(one, names)}, {one['confidence']:.0%} certain" for one in suspects["samples"][:shown])
+        head, *(f"{_sample(one, names)}, {one['confidence']:.0%} certain" for one in suspects["samples"][:MAX_LINES_LISTED])
     ])  # fmt: skip
 
 
@@ -107,12 +107,12 @@ def _never(summary: Mapping[str, Any]) -> str:
 
 
 def verdict(story: Story) -> str:
-    """What was trained, how well, at what cost, and what was found, in a few plain sentences."""
+    """A few plain sentences on what was trained, how well, at what cost, and what was found."""
     return " ".join(part for part in (_trained(story), *_cost(story), _decided(story), _found(story)) if part)
 
 
 def sections(story: Story) -> dict[str, str]:
-    """A sentence or two about each part of the run, by the part's name; empty where there is nothing to say."""
+    """A sentence or two about each part of the run, by name; empty if there is nothing to say."""
     found = story.findings
     return {
         "time": _waiting(story),
@@ -128,7 +128,7 @@ def sections(story: Story) -> dict[str, str]:
 
 
 def metric(story: Story, value: float | None) -> str:
-    """A validation result: as a percentage where all of them are shares."""
+    """A validation result, as a percentage if all results are shares."""
     if value is None:
         return "-"
     return f"{value:.1%}" if story.in_shares else f"{value:.4g}"
@@ -179,7 +179,7 @@ def _decided(story: Story) -> str:
 
 
 def _machine(story: Story) -> str:
-    """Means over the run; nothing is said of a single look."""
+    """How busy the machine was, as means over the run; empty if there is only one sample."""
     used = story.usage
     if len(used) < 2:
         return ""
@@ -212,7 +212,7 @@ def _found(story: Story) -> str:
 
 
 def _waiting(story: Story) -> str:
-    """Where the time went: as it was measured last, or from the seconds of the steps."""
+    """Where the time went, by the last measurement or from the seconds of the steps."""
     if story.bottlenecks:
         return story.bottlenecks[-1].text
     share, work = story.waiting, story.work
@@ -226,7 +226,7 @@ def _waiting(story: Story) -> str:
 
 
 def _gradients(story: Story) -> str:
-    """What the last probe of gradients says."""
+    """The result of the last probe of gradients."""
     if not story.probes:
         return ""
     last = story.probes[-1]

@@ -1,4 +1,4 @@
-"""Numbers as people read them, and the sentences that every report is made of: console, text and page."""
+"""Numbers in readable form, and the sentences that all reports share: console, text and page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from salience.curves import Shorter
 from salience.events import Findings, Suspect
 
 Names = Sequence[str] | None
-"""Names of the classes, where they are known."""
+"""Names of the classes, if they are known."""
 
 
 # ---------------------------------------------------------------- numbers
@@ -66,12 +66,12 @@ def short_size(value: float) -> str:
 
 
 def loss(value: float | None) -> str:
-    """Three digits that matter, however small: '1.25', '0.00042', '3.1e-07'; '-' where it is unknown."""
+    """Three significant digits, however small: '1.25', '0.00042', '3.1e-07'; '-' if it is unknown."""
     return "-" if value is None else f"{value:.3g}"
 
 
 def times(value: float | None) -> str:
-    """A speed-up: '1.50x'; '∞' where it is unbounded."""
+    """A speed-up: '1.50x'; '∞' if it is unbounded."""
     return "∞" if value is None else f"{value:.2f}x"
 
 
@@ -81,7 +81,7 @@ def listed(parts: Sequence[str]) -> str:
 
 
 def class_name(index: int, names: Names) -> str:
-    """What a class is called; 'class 3' where it has no name."""
+    """The name of a class; 'class 3' if it has none."""
     return names[index] if names is not None and 0 <= index < len(names) else f"class {index}"
 
 
@@ -95,13 +95,13 @@ def instead(visits: float, full: float) -> str:
 
 
 def selected(windows: int, planned: int | None, visits: float, full: float) -> str:
-    """What a run that selects has saved in `windows` of the `planned` windows."""
+    """What a selecting run has saved in `windows` of the `planned` windows."""
     when = "Over" if planned is None or windows >= planned else "So far, over"
     return f"{when} {count(windows, 'epoch')}, selection made {instead(visits, full)}."
 
 
 def forecast(told: Mapping[str, Any], found: Shorter) -> list[str]:
-    """Sentences on whether less would be enough, and on what selection would save."""
+    """Sentences on whether fewer epochs would be enough, and on what selection would save."""
     over, saved = f"over {count(round(told['windows']), 'epoch')}", instead(told["visits"], told["visits_full"])
     lines = cost(found, round(told["windows"]))
     if told["visits"] >= told["visits_full"]:
@@ -114,14 +114,14 @@ def forecast(told: Mapping[str, Any], found: Shorter) -> list[str]:
 
 
 def cost(found: Shorter, epochs: int) -> list[str]:
-    """What fewer visits would cost; to be read before selection is mentioned."""
+    """What fewer visits would cost; shown before selection is mentioned."""
     if found.cannot_say:
         return [f"Cannot say what fewer visits would cost: {found.cannot_say}."]
     return [*_enough(found, epochs), *_lost(found, epochs)]
 
 
 def _amount(found: Shorter, value: float, *, unit: bool = True) -> str:
-    """A difference of the metric: '0.2 points' where results are shares, else two digits that matter."""
+    """A difference of the metric: '0.2 points' if results are shares, otherwise two significant digits."""
     if not found.points:
         return f"{value:.2g}"
     return f"{100 * value:.1f}" + " points" * unit
@@ -170,7 +170,7 @@ def look_wrong(number: int, judged: int | None = None, expected: float | None = 
 
 
 def labels(found: Findings) -> str:
-    """What can be said of the labels; empty if they were never judged."""
+    """What can be said about the labels; empty if they were never judged."""
     if found.suspected:
         doubt = (
             " That many speak against the model rather than the labels." if 2 * found.suspected >= found.judged else ""
@@ -178,7 +178,7 @@ def labels(found: Findings) -> str:
         return f"{look_wrong(found.suspected, found.judged, found.expected)}.{doubt}"
     if found.weak:
         return cannot_judge(found.weak)
-    return f"None of {found.judged:,} labels looks wrong." if found.judged else ""
+    return f"None of {found.judged:,} labels look wrong." if found.judged else ""
 
 
 def near_copies(found: Findings) -> str:
@@ -191,7 +191,7 @@ def near_copies(found: Findings) -> str:
 
 
 def hard(found: Findings) -> str:
-    """What the list of hard samples shows."""
+    """A sentence on the list of hard samples."""
     if found.weak:
         return f"{cannot_judge(found.weak)} Some of these samples may be mislabelled."
     if not found.judged:
@@ -207,7 +207,7 @@ def not_finite(number: int) -> str:
 
 
 def history(mean_loss: float | None, right: int | None, seen: int) -> str:
-    """'mean loss 0.12, right at 3 of 8 visits'; without the latter where correctness is unknown."""
+    """'mean loss 0.12, right at 3 of 8 visits'; without the latter if correctness is unknown."""
     text = f"mean loss {loss(mean_loss)}"
     return text + (
         f", right at {right:,} of {count(seen, 'visit')}" if right is not None else f", {count(seen, 'visit')}"

@@ -1,9 +1,9 @@
-"""Do several networks agree on their samples? Is importance a property of the data or of the model?
+"""Do several networks agree about the samples? Is importance a property of the data or of the model?
 
 correlation   of the ranks that two networks give the samples by one criterion (Spearman), overall and class by class
 overlap       share of the hardest samples of one that are among the hardest of the other; by chance it is that share itself
 votes         labels that one network suspects, and those that most of them suspect
-unsteady      samples whose rank differs most between networks: they are hard to rank
+unsteady      samples with the largest differences in rank between networks: they are hard to rank
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from salience.select.ranks import rank_normalise, ranks_of_known
 from salience.select.view import Bools, Clock, Floats, Ids, View
 
 CRITERIA = ("ema_loss", "el2n", "aum", "confidence", "forgetting", "variance", "grand")
-"""Scores that networks are compared by, as far as all of their ledgers know them."""
+"""Scores by which networks are compared, if all of their ledgers have them."""
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
-"""Shares of hardest samples whose overlap is counted."""
+"""Shares of the hardest samples for which overlap is computed."""
 HARDEST = 0.1
-"""The share that is spoken of."""
+"""The share that texts refer to."""
 MIN_OF_CLASS = 20
-"""A class with fewer samples has no correlation of its own."""
+"""Minimum number of samples of a class for a correlation within it."""
 MAINLY_DATA, MAINLY_MODEL = 0.7, 0.4
-"""Rank correlations from which on, and up to which, importance is called mainly one of the two."""
+"""Importance is called mainly a property of the data from the first rank correlation on, of the model up to the second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,11 +45,11 @@ class Pair:
     correlations: Mapping[str, float]
     """Criterion -> rank correlation."""
     overlaps: Mapping[float, float]
-    """Share of hardest samples -> share of them that both have, by the first criterion."""
+    """Share of hardest samples -> share of these that both networks have in common, by the first criterion."""
     by_class: Mapping[int, float]
     """Class -> rank correlation within it, by the first criterion."""
     suspected: tuple[int, int, int]
-    """Labels that the first suspects, the second, both."""
+    """Number of labels that the first suspects, the second, and both."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -60,17 +60,17 @@ class Agreement:
     samples: int
     pairs: tuple[Pair, ...]
     criteria: tuple[str, ...]
-    """Those that all ledgers know; the first is the one ranks are compared by."""
+    """The criteria that all ledgers have; ranks are compared by the first."""
     suspected: tuple[int, ...]
-    """Labels that each network suspects."""
+    """Number of labels that each network suspects."""
     voted: int
-    """Labels that more than half of the networks suspect."""
+    """Number of labels that more than half of the networks suspect."""
     alone: int
-    """Labels that a single network suspects."""
+    """Number of labels that only one network suspects."""
     found: Mapping[str, float]
-    """With wrong labels known: network, "mean rank" or "mean probability" -> AUROC for them."""
+    """If the wrong labels are known: network, "mean rank" or "mean probability" -> AUROC for them."""
     unsteady: Ids
-    """Samples whose rank differs most between networks, the most unsteady first."""
+    """Samples with the largest differences in rank between networks, the most unsteady first."""
     spread: Floats
     """Standard deviation of their ranks over the networks, in the same order."""
 
@@ -86,14 +86,14 @@ class Agreement:
 
     @property
     def verdict(self) -> str:
-        """What importance is a property of, in a word."""
+        """Whether importance is a property of the data or of the model, in a word."""
         if self.correlation >= MAINLY_DATA:
             return "mainly of the data"
         return "mainly of the model" if self.correlation <= MAINLY_MODEL else "of both the data and the model"
 
 
 def criterion(ledger: Ledger, name: str) -> Floats:
-    """A score by name for a ledger at rest, float32 [n]; NaN where nothing is known."""
+    """A score by name, for a ledger outside a run, float32 [n]; NaN where nothing is known."""
     last = int(ledger.last_seen.max(initial=-1))
     return np.asarray(find("scores", name)(View(ledger, Clock(window=last + 1, windows=last + 1))), dtype=np.float32)
 
@@ -149,7 +149,7 @@ def agreement(ledgers: Mapping[str, Ledger], *, wrong: Bools | None = None) -> A
 
 
 def rank_correlation(a: npt.NDArray[np.floating], b: npt.NDArray[np.floating]) -> float:
-    """Spearman's rho over what both know; 0 where one of them gives all samples the same rank."""
+    """Spearman's rho over the samples known to both; 0 if one of them ranks all samples equally."""
     both = np.isfinite(a) & np.isfinite(b)
     if both.sum() < 2:
         return 0.0
@@ -160,7 +160,7 @@ def rank_correlation(a: npt.NDArray[np.floating], b: npt.NDArray[np.floating]) -
 
 
 def overlap(a: npt.NDArray[np.floating], b: npt.NDArray[np.floating], share: float) -> float:
-    """Share of the samples with the highest `a` that are also among as many with the highest `b`, over what both know."""
+    """Share of the samples with the highest `a` that are also among those with the highest `b`, over samples known to both."""
     both = np.flatnonzero(np.isfinite(a) & np.isfinite(b))
     count = max(1, round(share * len(both)))
     top = [set(both[np.argsort(-one[both], kind="stable")[:count]].tolist()) for one in (a, b)]
@@ -168,7 +168,7 @@ def overlap(a: npt.NDArray[np.floating], b: npt.NDArray[np.floating], share: flo
 
 
 def auroc(score: npt.NDArray[np.floating], positive: Bools) -> float:
-    """How often a positive scores above another one; ties count half. NaN where there are none of one kind."""
+    """How often a positive scores above a negative; ties count half. NaN if there are none of one kind."""
     count = int(positive.sum())
     if not 0 < count < len(positive):
         return float("nan")

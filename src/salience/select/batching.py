@@ -1,7 +1,7 @@
 """Whole batches: a window that selects is a whole number of equal batches.
 
 A short last batch is a step at full learning rate on a few samples, with batch-norm statistics of a few samples, once per
-window; where windows are short it costs more than good selection gains. Equal shapes also suit `torch.compile`.
+window; with short windows it costs more than good selection gains. Equal shapes also suit `torch.compile`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ class Batching:
     """Samples per step over all ranks in a full window."""
     world: int = 1
     constant: bool = False
-    """True if every window has as many steps as a full one, by batches that shrink with its visits."""
+    """True if every window has as many steps as a full one, with batches that shrink with its visits."""
     drop_last: bool = False
 
     def batch(self, granted: int, population: int) -> int:
-        """Samples per step over all ranks in a window that was granted so many visits; never more than there are samples."""
+        """Samples per step over all ranks in a window with `granted` visits; never more than there are samples."""
         size = self.size
         if self.constant:  # as many on every rank
             size = self.world * max(1, round(size * granted / population / self.world))
         return min(size, max(self.world, population))
 
     def steps(self, granted: int, population: int, *, last: bool) -> int:
-        """Whole batches nearest to `granted` visits; of everything: rounded down, and up in the last window of the run."""
+        """Number of whole batches nearest to `granted` visits; of everything, rounded down, but up in the last window."""
         batch = self.batch(granted, population)
         most = population // batch
         if granted < population:
@@ -46,18 +46,18 @@ class Batching:
 
 
 def members(n: int, epoch: int, piece: int, pieces: int) -> range:
-    """Samples of one of the `pieces` windows of an epoch: every `pieces`-th one, another set in each epoch's turn.
+    """The samples of one of the `pieces` windows of an epoch: every `pieces`-th one.
 
-    Every sample belongs to one window of each epoch, in whatever order classes lie on disk, and no list is kept.
+    Every sample belongs to one window of each epoch, whatever the order of classes on disk, and no list is stored.
     """
     return range((piece + epoch) % pieces, n, pieces)
 
 
 def trimmed(batch: int, keep: Bools, waited: Bools, rng: Rng) -> Bools:
-    """Which of m drawn samples stay so that they fill whole batches, bool [m].
+    """Which of m drawn samples to keep so that they fill whole batches, bool [m].
 
-    Those left out are drawn at random among samples that are neither in `keep` nor `waited`, as far as there are enough of
-    them: what is left of one full window is never left out of the next.
+    Those left out are drawn at random from samples that are neither in `keep` nor in `waited`, if there are enough of them:
+    samples left over from one full window are never left out of the next.
     """
     m = len(keep)
     over = m % batch if m > batch else 0
@@ -67,7 +67,7 @@ def trimmed(batch: int, keep: Bools, waited: Bools, rng: Rng) -> Bools:
 
 
 def filled(ids: Ids, weights: Floats, batch: int, rng: Rng) -> tuple[Ids, Floats]:
-    """The last batch completed by second visits of samples from other batches; the last window leaves nothing out."""
+    """Complete the last batch with second visits of samples from other batches: the last window leaves nothing out."""
     over = len(ids) % batch
     if over == 0 or len(ids) < batch:
         return ids, weights

@@ -9,19 +9,19 @@ from salience.ledger import Ledger
 from salience.select.view import Bools
 
 UNEVEN_RATIO = 1.25
-"""A class is explained when it gets this many times more or less than its share."""
+"""A class gets an explanation if it has this many times more or fewer visits than its share."""
 LEARNT_PROBABILITY = 0.9
-"""A sample whose label has a higher mean probability counts as learnt."""
+"""A sample counts as learnt if the mean probability of its label is higher."""
 MAX_BINS = 24
-"""Most bins of a histogram."""
+"""Maximum number of bins of a histogram."""
 MAX_CLASSES_LISTED = 1000
-"""Most classes to list."""
+"""Maximum number of classes listed."""
 MAX_CONFUSIONS = 12
-"""Most pairs of classes to list."""
+"""Maximum number of pairs of classes listed."""
 
 
 def class_findings(ledger: Ledger, suspect: Bools) -> tuple[int, tuple[ClassFinding, ...]]:
-    """The number of classes, and what each has and got; of more than MAX_CLASSES_LISTED, the hardest. `suspect` is bool [n]."""
+    """The number of classes, and a finding for each; with more than MAX_CLASSES_LISTED, the hardest. `suspect` is bool [n]."""
     has = ledger.label >= 0
     if not has.any():
         return 0, ()
@@ -60,7 +60,7 @@ def class_findings(ledger: Ledger, suspect: Bools) -> tuple[int, tuple[ClassFind
 
 
 def confusions(ledger: Ledger) -> tuple[Confusion, ...]:
-    """The pairs (class, class the model gave last) that most samples have, largest first; the lower classes on a tie."""
+    """The most frequent pairs (class, class the model gave last), largest first; on a tie, the lower classes first."""
     wrong = (ledger.label >= 0) & (ledger.guess >= 0) & (ledger.guess != ledger.label)
     pairs, counts = np.unique(np.stack([ledger.label[wrong], ledger.guess[wrong]]), axis=1, return_counts=True)
     most = np.argsort(-counts, kind="stable")[:MAX_CONFUSIONS]
@@ -71,8 +71,8 @@ def confusions(ledger: Ledger) -> tuple[Confusion, ...]:
 
 
 def _unevenness(ratio: float, own: tuple[float, float, float], overall: tuple[float, float, float]) -> str:
-    """Why a class was visited `ratio` times its share, from mean loss, share of suspected and share of learnt labels of it and
-    of all."""
+    """Why a class was visited `ratio` times its share, from its mean loss, share of suspected labels and share of learnt
+    labels, compared with those of all samples."""
     if 1 / UNEVEN_RATIO < ratio < UNEVEN_RATIO:
         return ""
     reason = f"visited {ratio:.2g}x its share: mean loss {own[0]:.2g} against {overall[0]:.2g} overall"
@@ -101,7 +101,7 @@ def visit_findings(ledger: Ledger, *, windows: int, visits: int) -> VisitFinding
 
 
 def _times(times: np.ndarray) -> tuple[tuple[int, int, int], ...]:
-    """How many samples came how often, in at most MAX_BINS steps of equal width."""
+    """Histogram of how often samples were visited, in at most MAX_BINS steps of equal width."""
     width = -(-(int(times.max()) + 1) // MAX_BINS)
     counts = np.bincount(times // width)
     return tuple((i * width, (i + 1) * width - 1, count) for i, count in enumerate(counts.tolist()))

@@ -1,4 +1,4 @@
-"""Class numbers as codes no larger than the data: what is counted per class never takes more memory than the samples do."""
+"""Class numbers as codes no larger than the data, so that counts per class never take more memory than the samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_CODES_PER_SAMPLE, MAX_CODES = 2, 1 << 16
 def class_codes(*labels: Labels) -> tuple[int, tuple[Labels, ...]]:
     """The number of codes, and the arrays with equal codes for equal classes; negative numbers (not known) become -1.
 
-    Codes are the class numbers themselves as long as those are small. Larger ones (hashes, ids of a data base) are numbered
+    Codes are the class numbers themselves if those are small. Larger ones (hashes, ids from a database) are numbered
     in ascending order, so that an array over the codes stays as small as the data.
     """
     highest = max(int(label.max(initial=-1)) for label in labels)

@@ -1,4 +1,4 @@
-"""How a model's predictions contradict the labels: how often, in which direction, and how likely each label is wrong by that.
+"""How a model's predictions contradict the labels: how often, in which direction, and how likely each label is wrong.
 
 evidence     of the predictions the model is surest of, how many contradict the label (S), and of all (D)
 Transitions  how often a sample of class k carries the label y, counted there
@@ -18,18 +18,18 @@ from salience.seeds import TIES, generator
 from salience.select.view import Bools, Floats
 
 MAX_SAMPLES_COUNTED = 500_000
-"""Rates are counted from at most this many samples; of more samples, from every second, third, ... one."""
+"""Rates are counted on at most this many samples; with more, on every second, third, ... one."""
 MAX_SAMPLES_TEMPERED = 50_000
-"""The sharpness of predictions is chosen by at most this many samples."""
+"""The sharpness of predictions is chosen on at most this many samples."""
 SURE_SHARE = 0.1
 """Share of the predictions of each class that count as sure."""
 SHARPNESSES = np.arange(1.5, 4.01, 0.25)
-"""Exponents on averaged predictions among which the labels choose one; see `sharpness`. Labels that are left out, which the
-model no longer learns, would make the choice too low."""
+"""Exponents on averaged predictions, among which the likeliest is chosen; see `sharpness`. Labels that are left out, which the
+model no longer learns, would make it too low."""
 MIN_LABEL_PROBABILITY = 0.02
-"""Probabilities of a label below this are not told apart."""
+"""Smaller probabilities of a label are treated as equal."""
 TABLE_PRIOR = 20.0
-"""A class's own mislabelling table is believed in proportion to n / (n + TABLE_PRIOR) of its n sure predictions."""
+"""A class's own mislabelling table has the weight n / (n + TABLE_PRIOR), where n is its number of sure predictions."""
 
 Labels = npt.NDArray[np.integer[Any]]
 
@@ -41,11 +41,11 @@ class Evidence:
     differs: float
     """D: share of all samples whose label is not the class they are given."""
     rate: float
-    """S: the same among the surest tenth of the predictions of each class, weighted by how often a class is predicted."""
+    """S: the same among the surest tenth of the predictions of each class, weighted by how often each class is predicted."""
     error: float
     """Standard error of S (binomial, by class)."""
     sure: int
-    """Number of predictions that S is counted from."""
+    """Number of predictions behind S."""
     transitions: Transitions
 
     @property
@@ -66,7 +66,7 @@ class Transitions:
     """k * classes + y of each pair, ascending."""
     share: Floats
     base: Floats
-    """What every other pair of class k has, float32 [classes]."""
+    """The value for all other pairs of class k, float32 [classes]."""
 
     def of(self, k: Labels, y: Labels) -> Floats:
         """T[k, y] for arrays of pairs, k != y."""
@@ -110,10 +110,10 @@ def evidence(label: Labels, vote: Labels, vote_p: npt.NDArray[Any]) -> Evidence:
 
 
 def evenness(k: Labels, count: Labels, classes: int) -> float:
-    """How evenly wrong labels spread over the classes: 1 = any other class alike, 0 = from each class to one other alone.
+    """How evenly wrong labels spread over the classes: 1 = equally over all others, 0 = from each class to only one other.
 
     `count[i]` labels of one other class were found on samples of class `k[i]`. The entropy of where they go, corrected for
-    few counts (Miller 1955), over what it is for an even spread; 1 where there are too few to tell.
+    few counts (Miller 1955), divided by that of an even spread; 1 if there are too few to tell.
     """
     total = np.bincount(k, weights=count)
     share = count / total[k]
@@ -125,8 +125,8 @@ def evenness(k: Labels, count: Labels, classes: int) -> float:
 def surest(guess: npt.NDArray[np.int64], p: npt.NDArray[Any], share: float = SURE_SHARE) -> Bools:
     """The `share` of the predictions of each class with the highest p, at least one per class, bool [n].
 
-    p is taken in half precision, as the ledger has it. Many are equal there, above all those near 1: which of them count is
-    left to chance. In the order on disk, where classes are often sorted, labels of other classes would come first.
+    p has half precision, as in the ledger, so many values are equal, above all near 1: ties are broken at random. In the
+    order on disk, in which classes are often sorted, labels of other classes would come first.
     """
     falling = 0xFFFF - p.astype(np.float16).view(np.uint16)  # bits of positive numbers are in the order of the numbers
     order = generator(0, TIES).permutation(len(p))
@@ -145,13 +145,13 @@ def odds_of_wrong(
     label: Labels, vote: Labels, vote_p: npt.NDArray[Any], confidence: npt.NDArray[Any], table: Transitions,
     power: float = 2.0,
 ) -> Floats:  # fmt: skip
-    """How much likelier the label y belongs to a sample of another class than to one of its own, float32 [n]:
+    """Odds that each label belongs to a sample of another class rather than of its own, float32 [n]:
 
         o_i = sum over k != y of T[k, y] (t_k / q_y)^b
 
     t is the sample's averaged prediction, q_y that of its label, b its `sharpness`, T as in confident learning (Northcutt
-    et al. 2021), but from the surest predictions alone. Where wrong labels are spread evenly, the order is nearly that of
-    q_y (self-confidence); else their direction tells more.
+    et al. 2021), but from the surest predictions alone. If wrong labels are spread evenly, the order is nearly that of q_y
+    (self-confidence); otherwise the direction adds information.
     """
     label_p = np.nan_to_num(confidence.astype(np.float32)) + np.float32(MIN_LABEL_PROBABILITY)
     odds = np.zeros(len(label), dtype=np.float32)
@@ -165,14 +165,14 @@ def odds_of_wrong(
 def sharpness(
     label: Labels, vote: Labels, vote_p: npt.NDArray[Any], confidence: npt.NDArray[Any], found: Evidence, rate: float
 ) -> float:
-    """The exponent b that makes averaged predictions mean what they say, wrong labels allowed for.
+    """The exponent b that calibrates averaged predictions, allowing for wrong labels.
 
-    Averaged predictions lag behind the model and are too modest by a degree that differs from run to run. As in temperature
-    scaling (Guo et al. 2017), b is the one under which the labels are likeliest, here with
+    Averaged predictions lag behind the model and are underconfident to a degree that differs from run to run. As in
+    temperature scaling (Guo et al. 2017), b maximises the likelihood of the labels, here with
 
         P(y | x) = (1 - rate) t_y^b + sum over k != y of T[k, y] t_k^b,  over the sum of all t^b
 
-    Only the surest third of the predictions chooses: by them labels are told wrong, and unsure ones ask for another b.
+    Only the surest third of the predictions is used, since wrong labels are found by these; unsure ones would need another b.
     """
     some = slice(None, None, max(1, len(label) // MAX_SAMPLES_TEMPERED))
     y, k, p = label[some], vote[some], vote_p[some].astype(np.float32)

@@ -1,11 +1,11 @@
-"""How suspected, hard and easy samples came along, epoch by epoch, and what tells wrong labels from hard samples.
+"""How suspected, hard and easy samples developed, epoch by epoch, and what separates wrong labels from hard samples.
 
     groups        suspected labels; the hardest of the others; the easiest half of the others
     course        mean loss, variance of the loss, times forgotten, share right: per group and window
     separation    how well each of them ranks wrong labels above hard samples, window by window (AUROC)
 
-The groups are made at the end of the run and looked at from its beginning. Where the wrong labels are known they take the place
-of the suspected ones, and separation is measured; else it says by what the run came to suspect them.
+The groups are made at the end of the run and followed from its beginning. If the wrong labels are known, they replace the
+suspected ones, and separation is measured; otherwise it shows what made the run suspect them.
 """
 
 from __future__ import annotations
@@ -24,25 +24,24 @@ from salience.select.view import Bools
 from salience.stats import known_mean
 
 HARD, EASY = 0.1, 0.5
-"""Shares of the samples that are not suspected which count as hard and as easy, by mean loss."""
-QUANTITIES = ("loss", "variance", "forgotten", "right")
+"""Shares of the unsuspected samples that count as hard and as easy, by mean loss."""
 
 Doubles = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Contrast:
-    """Three groups of the samples that a history follows."""
+    """Three groups of samples, followed through a history."""
 
     windows: tuple[int, ...]
     sizes: Mapping[str, int]
-    """Group -> samples in it."""
+    """Group -> number of its samples."""
     course: Mapping[str, Mapping[str, Doubles]]
     """Quantity -> group -> mean per window, float64 [windows]; NaN where nothing is known."""
     separation: Mapping[str, Doubles]
-    """Quantity -> AUROC of the first group against the hard one, float64 [windows]; over 0.5 = higher in the first."""
+    """Quantity -> AUROC of the first group against the hard one, float64 [windows]; above 0.5 = higher in the first."""
     known: bool
-    """True if the first group is of labels known to be wrong."""
+    """True if the first group has labels known to be wrong."""
 
     @property
     def first(self) -> str:
@@ -50,7 +49,7 @@ class Contrast:
         return "wrong" if self.known else "suspected"
 
     def best(self) -> tuple[str, int, float] | None:
-        """The quantity and the window that separate most, and how well; None where nothing does."""
+        """The quantity and the window that separate best, with the AUROC; None if nothing separates."""
         found = [
             (name, self.windows[i], float(value))
             for name, values in self.separation.items()
@@ -77,7 +76,7 @@ def groups_of(ledger: Ledger, wrong: Bools | None = None) -> dict[str, Bools]:
 
 
 def contrast(history: History, groups: Mapping[str, Bools], *, known: bool = False) -> Contrast:
-    """Follow the groups through a history; the first is held against the one called hard."""
+    """Follow the groups through a history; the first is compared with the hard one."""
     mine = {name: mask[history.ids] for name, mask in groups.items()}
     values = {
         "loss": history["last_loss"].astype(np.float64),

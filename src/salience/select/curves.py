@@ -1,4 +1,4 @@
-"""Life cycle: which share of the samples a window visits, as a pure function of the clock."""
+"""Life cycle: the share of the samples that a window visits, as a pure function of the clock."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def alternate(clock: Clock, *, drop: float = 0.25, prune: int = 4, regular: int 
 
 @card(exact=False)
 def auto(clock: Clock, *, share: float = 0.4, warmup: float = 2, end: float = 0.2) -> float:
-    """`all_less_all` whose `share` in the middle moves with the validation results, where there is a baseline."""
+    """`all_less_all` with a `share` in the middle that follows the validation results, if there is a baseline."""
     steered = share if clock.steered is None else clock.steered
     return all_less_all(clock, share=steered, warmup=warmup, end=end)
 

@@ -1,4 +1,4 @@
-"""Drawing: positions at random, with given probabilities, or the largest values with ties broken at random."""
+"""Drawing positions: at random, with given probabilities, or those of the largest values with ties broken at random."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ Rng = np.random.Generator
 
 
 def choose(rng: Rng, n: int, count: int) -> Ids:
-    """`count` different positions out of `n`, each set equally likely."""
+    """`count` different positions out of `n`; every set is equally likely."""
     if count >= n:
         return np.arange(n)
     return rng.permutation(n)[:count] if 8 * count > n else rng.choice(n, count, replace=False, shuffle=False)
 
 
 def choose_outside(rng: Rng, taken: Bools, count: int) -> Ids:
-    """`count` different positions that are not `taken`, each set equally likely."""
+    """`count` different positions that are not `taken`; every set is equally likely."""
     rest = len(taken) - int(np.count_nonzero(taken))
     if 4 * count < rest:  # a few out of many: toss for each, a little too often, and put the surplus back
         share = count / rest
@@ -30,7 +30,7 @@ def choose_outside(rng: Rng, taken: Bools, count: int) -> Ids:
 
 
 def top(values: Floats, count: int, rng: Rng) -> Bools:
-    """A mask of the `count` largest values; which of equal ones is left to chance, so that their order on disk says nothing."""
+    """A mask of the `count` largest values; ties are broken at random, so that the order on disk does not matter."""
     mask = np.zeros(len(values), dtype=bool)
     if count >= len(values):
         mask[:] = True
@@ -65,7 +65,7 @@ def inclusion_probabilities(size: np.ndarray, budget: int) -> np.ndarray:
 
 
 def systematic(rng: Rng, inclusion: np.ndarray) -> Ids:
-    """Positions drawn with exactly the given probabilities, as many as they add up to (Madow 1949), in random order.
+    """Positions drawn with exactly the given probabilities, as many as their sum (Madow 1949), in random order.
 
     The probabilities are laid end to end in random order, and every unit mark from a random start picks
     the sample it falls on.

@@ -1,13 +1,13 @@
 """Wrong labels by several criteria and several networks: a mixture of experts whose gate is calibrated in the run.
 
-    experts    what one network's history says of each label: confident-learning odds, AUM, loss, ..., as logits of ranks
+    experts    what one network's history says about each label: confident-learning odds, AUM, loss, ..., as logits of ranks
     families   networks that judge the same labels: the model, a jury's net that trained on the sample, one that held it out
-    gate       within a family, non-negative weights by which its experts foretell what the other families say, pulled towards
-               the expert that is best alone; between families, as much weight as a family's evidence is news
+    gate       within a family, non-negative weights with which its experts predict the other families, shrunk towards
+               the single best expert; between families, weight in proportion to new evidence
     mixture    the weighted sum
 
-The evidence is made in the run: a net that never trained on a sample cannot have learnt its wrong label by heart. One expert
-alone, or one network alone, stays possible: then there is nothing to weigh.
+The evidence is made in the run: a net that never trained on a sample cannot have learnt its wrong label by heart. A single
+expert or a single network is possible: then there is nothing to weigh.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from salience.select.view import Floats, Verdict, View
 MAX_SAMPLES_WEIGHED = 20_000
 """A gate is fitted to at most this many samples."""
 PULL = 0.3
-"""Strength, per sample, with which weights are pulled towards the anchor alone: what foretells another network's opinion is not
-always what tells wrong labels (benchmarks/RESULTS.md)."""
+"""Strength, per sample, with which weights are shrunk towards the anchor alone: what predicts another network's opinion is not
+always what identifies wrong labels (benchmarks/RESULTS.md)."""
 ANCHOR, ANCHORED = "odds", 0.6
-"""The expert that speaks for a family when another family's gate is calibrated, and its weight where nothing moves it."""
+"""The expert that represents a family when another family's gate is calibrated, and its weight by default."""
 MAX_STEPS = 1000
-"""Most steps of the gate's regression."""
+"""Maximum number of steps of the gate's regression."""
 TYPICAL_RATE = 0.2
-"""Mean of the soft opinions that a gate foretells: sure only at the end of the list."""
+"""Mean of the soft opinions that a gate predicts: certain only at the end of the list."""
 MODEL_SHARE = 1.0
-"""Weight of the first family; the others share as much, as far as they are not alike given the first."""
+"""Weight of the first family; the others share as much, less what they have in common beyond the first."""
 Doubles = npt.NDArray[np.float64]
 
 
 def _odds(of: Any) -> Floats:
-    """How much better other classes, mislabelled at the rates seen, explain the label than its own (confident learning)."""
+    """How much better other classes, mislabelled at the observed rates, explain the label than its own (confident learning)."""
     _, (label, vote) = class_codes(of.label, of.vote)
     found = evidence(label, vote, of.vote_p)
     columns = (label, vote, of.vote_p, of.confidence)
@@ -55,12 +55,12 @@ def _odds(of: Any) -> Floats:
 
 
 def _persistent(of: Any) -> Floats:
-    """Share of the visits at which the label was not given: a gradient that stays high for many windows."""
+    """Share of the visits at which the model predicted another class: a gradient that stays high for many windows."""
     return 1 - of.right / np.maximum(of.seen, 1).astype(np.float32)
 
 
 def _three_sigma(of: Any) -> Floats:
-    """Standard deviations by which the mean loss lies above the mean of its class."""
+    """Number of standard deviations by which the mean loss is above the mean of its class."""
     loss, label = np.nan_to_num(of.mean_loss).astype(np.float64), np.maximum(of.label, 0)
     count = np.maximum(np.bincount(label), 1)
     mean = np.bincount(label, weights=loss) / count
@@ -72,15 +72,15 @@ EXPERTS: dict[str, Callable[[Any], Floats]] = {
     "odds": _odds, "aum": scores.aum, "margin": scores.margin, "loss": scores.ema_loss, "el2n": scores.el2n,
     "variance": scores.variance, "forgetting": scores.forgetting, "persistent": _persistent, "three_sigma": _three_sigma,
 }  # fmt: skip
-"""Name -> a number per sample from a ledger or a view of one, float32 [n]; higher = likelier wrong."""
+"""Name -> function from a ledger or a view of one to a number per sample, float32 [n]; higher = likelier wrong."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Mixture:
-    """What the experts together say."""
+    """The combined opinion of the experts."""
 
     logit: Doubles
-    """Evidence that each label is wrong, float64 [n]; its order and its differences have a meaning."""
+    """Evidence that each label is wrong, float64 [n]; its order and its differences are meaningful."""
     weights: Mapping[str, Mapping[str, float]]
     """Family -> expert -> weight of the gate within the family."""
     shares: Mapping[str, float]
@@ -88,7 +88,7 @@ class Mixture:
 
     @property
     def text(self) -> str:
-        """The weights in words, those of 0 left out."""
+        """The weights in words, without those of 0."""
         return "; ".join(
             f"{family} {self.shares[family]:.2f} ("
             + ", ".join(f"{name} {w:.2f}" for name, w in of.items() if w >= 0.005)
@@ -98,7 +98,7 @@ class Mixture:
 
 
 def mixture_of(families: Mapping[str, Any], *, experts: Sequence[str] = (ANCHOR,), seed: int = 0) -> Mixture:
-    """Weigh the experts of each family (a ledger, or a view of one) by what the others say, and the families by their news."""
+    """Weight the experts of each family (a ledger, or a view of one) by the other families, and families by new evidence."""
     for name in experts:
         if name not in EXPERTS:
             raise ConfigError(f"There is no expert {name!r}.{did_you_mean(name, EXPERTS)}")
@@ -130,10 +130,10 @@ def mixture_of(families: Mapping[str, Any], *, experts: Sequence[str] = (ANCHOR,
 
 
 def news(voices: Sequence[Doubles]) -> list[float]:
-    """Weights of standardised voices, the first of them MODEL_SHARE.
+    """Weights of standardised opinions; that of the first is MODEL_SHARE.
 
-    The others share MODEL_SHARE, times 1 - c, where c is how much they correlate beyond what the first explains (their mean
-    partial correlation, 0 to 1): what they share and the first lacks is a weakness of theirs rather than news.
+    The others share MODEL_SHARE times 1 - c, where c is their correlation beyond what the first explains (the mean partial
+    correlation, 0 to 1): what they have in common and the first lacks is a weakness of theirs rather than new evidence.
     """
     count = len(voices) - 1
     if not count:
@@ -149,16 +149,16 @@ def news(voices: Sequence[Doubles]) -> list[float]:
 
 
 def logit_ranks(score: npt.NDArray[Any]) -> Doubles:
-    """log(r / (1 - r)) of each value's rank r: comparable over experts, however skewed; 0 where nothing is known."""
+    """log(r / (1 - r)) of each value's rank r: comparable between experts, however skewed; 0 where nothing is known."""
     ranks = np.clip(np.nan_to_num(ranks_of_known(np.asarray(score)), nan=0.5).astype(np.float64), 1e-4, 1 - 1e-4)
     return np.log(ranks / (1 - ranks))
 
 
 def weights_of(columns: Doubles, target: npt.NDArray[np.floating], *, prior: Doubles, pull: float = PULL) -> Doubles:
-    """Non-negative weights of a logistic regression of `target` (0 to 1, [n]) on the columns [n, k], pulled towards `prior`.
+    """Non-negative weights of a logistic regression of `target` (0 to 1, [n]) on the columns [n, k], shrunk towards `prior`.
 
     Minimises the mean cross-entropy + pull / 2 * |weights - prior|^2 by projected gradient descent, with a free intercept: an
-    expert may be silenced, not turned round.
+    expert may be ignored, but not reversed.
     """
     x = np.column_stack((columns, np.ones(len(columns))))
     strength, centre = np.append(np.full(len(prior), pull), 0.0), np.append(prior, 0.0)
@@ -174,7 +174,7 @@ def weights_of(columns: Doubles, target: npt.NDArray[np.floating], *, prior: Dou
 
 
 def families_of(view: View) -> dict[str, Any]:
-    """The networks whose history a view has: the model, and its jury where there is one."""
+    """The networks whose history a view has: the model, and its jury if there is one."""
     found: dict[str, Any] = {"model": view}
     if view.jury is not None:
         trained, held_out = view.jury
@@ -193,11 +193,11 @@ def panel(
     revisit: int = 3,
     weight: float = 0.0,
 ) -> Verdict:
-    """`noise`, where several networks and criteria tell which labels are wrong: a mixture of experts calibrated in the run.
+    """Like `noise`, with several networks and criteria to find wrong labels: a mixture of experts calibrated in the run.
 
     Whether there are wrong labels, and how many, is judged as by `noise`, and the other options are the same. `experts` are the
-    criteria that have a say; the jury of `attach(model, jury=[...])` adds its voice and calibrates the gate. Without a jury the
-    first criterion speaks alone. The weights are part of the reason.
+    criteria to use; the jury of `attach(model, jury=[...])` adds its opinion and calibrates the gate. Without a jury only the
+    first criterion is used. The weights are part of the reason.
     """
     found = view.judged or judge(view)
     if not found.rate > 0:

@@ -1,7 +1,7 @@
 """Plans that are cheap to fetch (`select="io"`): unimportant samples are exchanged for others whose bytes are at hand.
 
-When a window begins, the planner knows what the cache holds and where samples lie in their shards, so the exchange is part
-of the plan: frozen, replayable, equal on all ranks.
+When a window begins, the planner knows what the cache holds and where samples are in their shards, so the exchange is part
+of the plan: frozen, replayable, the same on all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from salience.select.view import Bools, Floats, Ids, View
 
 Rng = np.random.Generator
 RESIDENT_FIRST_BATCHES = 8
-"""Batches at the start of a window that are made of resident samples, while the others are being read."""
+"""Number of batches at the start of a window made of resident samples, while the others are being read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -31,25 +31,25 @@ class Stock:
     resident: Bools
     """Samples in the cache, bool [n]."""
     shard: npt.NDArray[np.int32]
-    """Shard of each sample, int32 [n]; -1 where it is an object of its own."""
+    """Shard of each sample, int32 [n]; -1 if the sample is an object of its own."""
     offset: npt.NDArray[np.int64]
     """First byte of each sample in its shard, int64 [n]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Exchange:
-    """Samples of a plan that were exchanged, and what for."""
+class Swap:
+    """Samples of a plan that were exchanged, and their replacements."""
 
     out: Ids
     """Samples that leave the plan."""
     taken: Ids
-    """Samples that take their places, in the same order."""
+    """Samples that replace them, in the same order."""
     overdue: int
     """Number of samples taken because they had waited longer than `max_age`."""
     resident: int
     """Number of samples taken because the cache holds them."""
     packaged: int
-    """Number of samples taken because they lie beside each other, so that one request brings several."""
+    """Number of samples taken because they are adjacent, so that one request fetches several."""
 
 
 def refresh_set(view: View, picked: Bools, allowed: Bools | None, share: float, rng: Rng) -> Ids:
@@ -69,7 +69,7 @@ def refresh_set(view: View, picked: Bools, allowed: Bools | None, share: float, 
     return ids[np.argpartition(-u, count - 1)[:count]]
 
 
-def exchange(
+def swap(
     ids: Ids,
     importance: Floats,
     stock: Stock,
@@ -80,13 +80,13 @@ def exchange(
     allowed: Bools | None,
     how: Fetching,
     rng: Rng,
-) -> Exchange:
+) -> Swap:
     """Exchange unimportant samples that would have to be fetched one by one.
 
-    Only samples among the least important share 1 - top leave or enter, so that importance decides as before. Samples that
-    waited longer than `max_age` windows enter first; then resident samples, the longest waiting first, class by class; then
-    samples that lie beside each other. The number of samples per class changes by at most `tolerance` of those exchanged. A
-    sample without a partner stays. Samples that waited equally long come in random order.
+    Only the least important share 1 - top of the samples may leave or enter, so that important samples are chosen as before.
+    Samples that have waited longer than `max_age` windows enter first; then resident samples, the longest waiting first,
+    class by class; then adjacent samples. The number of samples per class changes by at most `tolerance` of those exchanged.
+    A sample without a partner stays. Samples that have waited equally long are in random order.
     """
     n = len(importance)
     low = importance <= np.float32(1 - how.top)
@@ -125,7 +125,7 @@ def exchange(
     taken = np.concatenate((overdue, here, beside))[: len(out)]
     # Classes that get a sample in return give one first, so that class counts stay the same.
     order = _matched(classes[out], classes[taken])
-    return Exchange(
+    return Swap(
         out=out[order], taken=taken, overdue=min(len(overdue), len(taken)), resident=len(here), packaged=len(beside)
     )
 
@@ -133,7 +133,7 @@ def exchange(
 def resident_first(ids: Ids, resident: Bools, batch_size: int) -> npt.NDArray[np.int64]:
     """Order the positions of a plan so that its first batches consist of resident samples, int64 [len(ids)].
 
-    At most RESIDENT_FIRST_BATCHES batches and a tenth of the plan are moved; the others keep their random order.
+    At most RESIDENT_FIRST_BATCHES batches and a tenth of the plan are moved; the rest keeps its random order.
     """
     count = min(RESIDENT_FIRST_BATCHES * batch_size, len(ids) // 10)
     first = np.flatnonzero(resident[ids])[:count]
@@ -142,7 +142,7 @@ def resident_first(ids: Ids, resident: Bools, batch_size: int) -> npt.NDArray[np
     return np.concatenate((first, np.flatnonzero(rest)))
 
 
-def exchange_note(found: Exchange | None, refreshed: int, age: npt.NDArray[Any], how: Fetching) -> Note:
+def swap_note(found: Swap | None, refreshed: int, age: npt.NDArray[Any], how: Fetching) -> Note:
     """A note on the exchange, and on how long samples wait."""
     within = float((age <= how.max_age).mean())
     waits = f"the longest waiting was seen {int(age.max(initial=0))} windows ago, {within:.1%} within {how.max_age}"
@@ -156,7 +156,7 @@ def exchange_note(found: Exchange | None, refreshed: int, age: npt.NDArray[Any],
 
 
 def _oldest(ids: Ids, age: npt.NDArray[Any], rng: Rng) -> Ids:
-    """The longest waiting first, equal ones in random order."""
+    """Ids sorted by waiting time, the longest first, with ties in random order."""
     ids = rng.permutation(ids)
     return ids[np.argsort(-age[ids], kind="stable")]
 
@@ -168,7 +168,7 @@ def _within(ids: Ids, classes: Ids, room: npt.NDArray[np.int64], slack: int) -> 
 
 
 def _runs(pool: Bools, age: npt.NDArray[Any], stock: Stock, count: int, rng: Rng) -> Ids:
-    """At least `count` samples of `pool` in runs of neighbours; runs with the highest sum of ages come first, equal ones in
+    """At least `count` samples of `pool` in runs of neighbours; runs with the highest sum of ages come first, with ties in
     random order."""
     order = np.lexsort((stock.offset, stock.shard))
     inside = pool[order] & (stock.shard[order] >= 0)
@@ -190,7 +190,7 @@ def _runs(pool: Bools, age: npt.NDArray[Any], stock: Stock, count: int, rng: Rng
 
 
 def _matched(given: Ids, wanted: Ids) -> npt.NDArray[np.int64]:
-    """A position in `given` for each of `wanted`: of the same class if one is left, else any."""
+    """A position in `given` for each of `wanted`: of the same class if there is one left, otherwise any."""
     keys = (np.stack((classes, places(classes))) for classes in (given, wanted))
     keys = [key[0] * (len(given) + len(wanted)) + key[1] for key in keys]
     _, here, there = np.intersect1d(*keys, assume_unique=True, return_indices=True)

@@ -13,7 +13,7 @@ from salience.select.view import Verdict, View
 
 
 def warmup(view: View, *, visits: int = 1) -> Verdict:
-    """Forces samples seen fewer than `visits` times: nothing can be said of them yet."""
+    """Forces samples seen fewer than `visits` times: nothing can be said about them yet."""
     return Verdict(force=view.seen < visits, reason=f"seen fewer than {visits} times")
 
 
@@ -25,10 +25,10 @@ def age_cap(view: View, *, windows: int = 10) -> Verdict:
 
 
 def class_floor(view: View, *, share: float = 0.05) -> Verdict:
-    """Forces `share` of every class in turn, so that no class is starved and every sample's turn comes.
+    """Forces `share` of every class in turn, so that no class is starved and every sample gets its turn.
 
-    The members of a class stand in a circle; each window forces the next ceil(share * size) of them (of classes with
-    more than 20 / share samples: that share to within chance, wherever they lie on disk).
+    The members of a class form a circle; each window forces the next ceil(share * size) of them. In classes with more than
+    20 / share samples, members are drawn at random, wherever they are on disk, and the share is approximate.
     """
     if not 0 < share <= 1:
         raise ConfigError(f"class_floor: share is {share}; it must be above 0 and at most 1.")
@@ -50,7 +50,7 @@ def class_floor(view: View, *, share: float = 0.05) -> Verdict:
 
 
 def _class_sizes(label: np.ndarray, classes: int) -> np.ndarray:
-    """Samples of class -1, 0, 1, ...; piece by piece, since NumPy counts in 64-bit copies."""
+    """Number of samples of class -1, 0, 1, ...; piece by piece, since NumPy counts in 64-bit copies."""
     sizes = np.zeros(classes + 1, dtype=np.int64)
     for start in range(0, len(label), 1 << 22):
         sizes += np.bincount(label[start : start + (1 << 22)] + 1, minlength=classes + 1)
@@ -58,7 +58,7 @@ def _class_sizes(label: np.ndarray, classes: int) -> np.ndarray:
 
 
 def _next_in_turn(members: np.ndarray, label: np.ndarray, share: float, window: int) -> np.ndarray:
-    """Of `members`, those whose turn it is: the next ceil(share * size) in the circle of each class."""
+    """The `members` whose turn it is: the next ceil(share * size) in the circle of each class."""
     size = np.bincount(label)[label]
     quota = np.ceil(share * size).astype(np.int64)
     return members[(places(label) - window * quota) % size < quota]
@@ -83,9 +83,9 @@ def tail(view: View, *, share: float = 0.02) -> Verdict:
 def coarse(view: View, *, drop: float = 0.3) -> Verdict:
     """Leaves out the `drop` of every class that other models found easiest, in every window.
 
-    Of a class with m samples, the floor(drop * m) with the lowest mean rank (`view.hardness`, in 16 bits) are left out, of
-    equal ones any, the same in every window; unknown ranks count as hardest and stay. It starts when the classes are known:
-    at once, or when every sample has been seen. Samples without a class by then form a class of their own.
+    Of a class with m samples, the floor(drop * m) with the lowest mean rank (`view.hardness`, in 16 bits) are left out, with
+    ties broken in the same way in every window; unknown ranks count as hardest and stay. It starts when the classes are
+    known: at once, or when every sample has been seen. Samples that have no class by then form a class of their own.
     """
     if not 0 <= drop < 1:
         raise ConfigError(f"coarse: drop is {drop}; it must be at least 0 and below 1.")

@@ -23,9 +23,9 @@ from salience.select.noise import Judgement, judge
 from salience.select.view import Bools, Floats, Ids
 
 SAMPLES_SHOWN = 24
-"""Samples of each kind that are listed."""
+"""Maximum number of samples listed of each kind."""
 MIN_SUSPECT_PROBABILITY = 0.5
-"""A label looks wrong where that is likelier than not."""
+"""A label looks wrong if this probability is exceeded: more likely than not."""
 COPIES_FORMAT = "salience-copies-1"
 
 Groups = tuple[npt.NDArray[np.int32], Floats]
@@ -34,20 +34,20 @@ Groups = tuple[npt.NDArray[np.int32], Floats]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Study:
-    """What one look at a ledger found."""
+    """What one examination of a ledger found."""
 
     judged: Judgement
-    """What the history says of the labels."""
+    """The judgement of the labels."""
     findings: Findings
-    """Everything that is worth telling."""
+    """The findings as an event."""
     key: tuple[int, ...]
-    """What the ledger was like: visits, and near-copies."""
+    """Identifies the state of the ledger: visits, and near-copies."""
 
 
 def study(
     ledger: Ledger, near: Groups | None = None, *, windows: int = 0, visits: int = 0, last: Study | None = None
 ) -> Study:
-    """Look at a ledger after `windows` windows with `visits` visits; `last` is returned if nothing has changed since."""
+    """Examine a ledger after `windows` windows with `visits` visits; returns `last` if nothing has changed since."""
     grouped = (-1, 0) if near is None else (int((near[0] >= 0).sum()), int(near[0].sum(dtype=np.int64)))
     key = (windows, int(ledger.seen.sum(dtype=np.int64)), int(ledger.trained.sum(dtype=np.int64)), *grouped)
     if last is not None and last.key == key:
@@ -67,9 +67,9 @@ def findings(
     visits: int = 0,
     judged: Judgement | None = None,
 ) -> Findings:
-    """Everything at once; `top` of each kind (None: all), classes called by their `names`.
+    """All findings: `top` of each kind (None: all), with classes called by their `names`.
 
-    Without the number of `windows` it is not known what is often: then `visits` is None in what is returned.
+    Without the number of `windows`, `visits` is None in the result, since it is not known what counts as often.
     """
     judged = judged or judge(ledger)
     suspect = suspected(ledger, judged)
@@ -97,7 +97,7 @@ def findings(
 
 
 def suspected(ledger: Ledger, judged: Judgement) -> Bools:
-    """Labels that are likelier wrong than right and that the model does not give on average: bool [n]."""
+    """Labels that are more likely wrong than right, and that are not the model's average prediction, bool [n]."""
     return judged.suspects(MIN_SUSPECT_PROBABILITY) & (ledger.vote[:, 0] != ledger.label)
 
 
@@ -108,7 +108,7 @@ def suspects(
     top: int | None = None,
     names: Sequence[str] | None = None,
 ) -> list[Suspect]:
-    """Labels that look wrong, firmest first."""
+    """Labels that look wrong, most certain first."""
     judged = judged or judge(ledger)
     ids = _first(np.flatnonzero(suspected(ledger, judged)), judged.wrong, top)
     return [
@@ -147,7 +147,7 @@ def hardest(ledger: Ledger, judged: Judgement | None = None, *, top: int | None 
 
 
 def class_name(index: int, names: Sequence[str] | None) -> str:
-    """What a class is called; "class 3" where it has no name."""
+    """The name of a class; "class 3" if it has none."""
     return names[index] if names is not None and 0 <= index < len(names) else f"class {index}"
 
 
@@ -164,7 +164,7 @@ def _times(count: int, what: str) -> str:
 
 
 def _first(ids: Ids, value: Floats, top: int | None) -> Ids:
-    """The `top` of `ids` with the largest `value`, largest first, the lower id on a tie."""
+    """The `top` of `ids` with the largest `value`, largest first; on a tie, the lower id first."""
     if top is not None and top < len(ids):
         edge = -np.partition(-value[ids], top - 1)[top - 1] if top else np.inf
         ids = ids[value[ids] >= edge]
@@ -175,7 +175,7 @@ def _first(ids: Ids, value: Floats, top: int | None) -> Ids:
 
 
 def copies(group: npt.NDArray[np.int32], similarity: Floats, *, top: int | None = None) -> list[CopyGroup]:
-    """Groups of near-copies, the largest first, of equal ones the firmest; the most similar member stands for its group."""
+    """Groups of near-copies, the largest first, ties by similarity; the most similar member represents its group."""
     _check_groups(group, similarity)
     sizes = _sizes(group)
     numbers = np.flatnonzero(sizes > 1)

@@ -1,4 +1,4 @@
-"""Nearest neighbours among N vectors, fast enough to look for near-copies while training runs."""
+"""Nearest neighbours among N vectors, fast enough to find near-copies while training runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Found = tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]
 
 
 def nearest(vectors: npt.NDArray[np.float32], k: int, *, seed: int = 0) -> Found:
-    """Distances [n, k] to the k nearest others and their positions [n, k], nearest first; inf and -1 where there are fewer.
+    """Distances [n, k] to the k nearest others and their positions [n, k], nearest first; inf and -1 if there are fewer.
 
     The result is exact for up to MAX_VECTORS_FOR_ALL_PAIRS vectors. Beyond that, space is divided into 2 sqrt(n) cells, each
     vector joins its CELLS_PER_VECTOR nearest cells, and vectors in the same cell are compared: about 15 n^1.5 comparisons in
@@ -42,7 +42,7 @@ def nearest(vectors: npt.NDArray[np.float32], k: int, *, seed: int = 0) -> Found
 
 
 def comparisons(n: int) -> float:
-    """Vectors that each of `n` is compared with, about."""
+    """Approximate number of vectors that each of `n` is compared with."""
     return float(n) if n <= MAX_VECTORS_FOR_ALL_PAIRS else 15 * n**0.5
 
 
@@ -50,7 +50,7 @@ def _cells(z: Tensor, count: int, seed: int) -> Tensor:
     """The CELLS_PER_VECTOR cells each vector is a member of, int64 [n, CELLS_PER_VECTOR].
 
     Centres are vectors drawn at random, each moved to the mean of those nearest to it (one step of k-means): a vector
-    in the midst of others would be nearest to far too many.
+    in the middle of others would be nearest to far too many.
     """
     drawn = torch.randperm(len(z), generator=torch.Generator().manual_seed(seed))[:count]
     home = _nearest_centres(z, z[drawn], 1)[:, 0]
@@ -70,7 +70,7 @@ def _apart(rows: Tensor, columns: Tensor, squares: Tensor) -> Tensor:
 
 
 def _compare(z: Tensor, squares: Tensor, members: Tensor, best: Tensor, where: Tensor) -> None:
-    """Enter the nearest among `members` (ascending) of each of them into `best` and `where`, beside what is there."""
+    """Merge the nearest among `members` (ascending) of each of them into `best` and `where`."""
     k, columns, theirs = best.shape[1], z[members], squares[members]
     for start in range(0, len(members), BLOCK_ROWS):
         rows = members[start : start + BLOCK_ROWS]

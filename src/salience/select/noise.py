@@ -1,9 +1,9 @@
-"""Wrong labels, from the training history alone: are there any, which are they, how sure is that? No clean holdout needed.
+"""Wrong labels, from the training history alone: are there any, which ones, how certain is that? Needs no clean holdout.
 
     votes        each sample's predictions, averaged over its visits (`Ledger.vote`, `vote_p`)
     evidence     of the predictions the model is surest of, how many contradict the label (S), and of all (D)
-    are there?   right labels: S falls much faster than D as the model learns; wrong ones: S stays
-    which?       labels whose probability is no more than what other classes, mislabelled at that rate, explain
+    are there?   correct labels: S falls much faster than D as the model learns; wrong ones: S does not
+    which?       labels that other classes, mislabelled at that rate, explain at least as well as their own
 
 The filter, the findings and the report share one judgement: `judge`.
 """
@@ -30,24 +30,24 @@ from salience.select.contradictions import (
 from salience.select.view import Bools, Floats, Verdict, View
 
 PASSES_TO_JUDGE = 3.0
-"""No verdict is given before samples were seen this often on average."""
+"""Average number of visits before there is a verdict."""
 RATE_OF_NOTE = 0.08
 """A lower rate of wrong labels cannot be told from hard samples, and leaving them out would gain little."""
 MAX_CONTRADICTED = 0.5
-"""Where the surest predictions contradict this share of the labels, the model is at fault rather than the labels."""
+"""If the surest predictions contradict this share of the labels, the model is at fault rather than the labels."""
 PASSES_TO_ACT = 4.0
-"""Labels are not called wrong before samples were seen this often on average."""
+"""Average number of visits before labels are called wrong."""
 MIN_CLEAN_SLOPE = 2.4
-"""With right labels, S falls about as D to the power of 2.5 to 6; with wrong ones, to the power of 0.8 to 2."""
+"""With correct labels, S falls about as D to the power of 2.5 to 6; with wrong ones, to the power of 0.8 to 2."""
 DOUBT, DOUBT_BEFORE = 2.33, 1.64
-"""Standard errors by which S must fall slower than that for an alarm, and by which it must have in the window before, if that
-could be told. Every window asks: with 300 sure predictions and S falling as D to the power of 2.5, simulated runs of twenty
-windows had an alarm in 36% of cases at 1.64, in 5% at 2.33 and in 2% with the window before; at the power of 1.5, 97% had."""
+"""Standard errors by which S must fall slower than that for an alarm, now and in the window before (if that could tell). The
+test is repeated in every window: with 300 sure predictions and S falling as D to the power of 2.5, 36% of simulated runs of
+twenty windows had an alarm at 1.64, 5% at 2.33 and 2% with the window before; at the power of 1.5, 97% had one."""
 ALARMS_TO_LIST = 3
-"""Windows that must have given an alarm for labels to be listed that the model has learnt by heart since."""
+"""Number of windows with an alarm that are needed to list labels that the model has learnt by heart since."""
 FEWEST_OF_CLASS, LEAST_VOTED, MOST_OF_CLASS = 50, 0.5, 0.8
-"""A class is left alone that has fewer samples, that the model gives to fewer than this share of as many samples as carry
-it, or that would lose more than this share."""
+"""A class is left alone if it has fewer samples than the first, if the model predicts it for less than the second as a share of
+the samples with that label, or if it would lose more than the third."""
 
 Course = Sequence[tuple[float, float, float, float]]
 """One row per window: D, S, the number of sure predictions, and the share left out for their labels in the window before."""
@@ -55,34 +55,34 @@ Course = Sequence[tuple[float, float, float, float]]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Judgement:
-    """What the history says of the labels."""
+    """What the history says about the labels."""
 
     wrong: Floats
-    """How likely each label is wrong, float32 [n]; NaN where nothing is known or nothing can be told."""
+    """Probability that each label is wrong, float32 [n]; NaN where nothing is known or nothing can be told."""
     verdict: str
     """"wrong labels", "no sign of wrong labels" or "cannot tell"."""
     rate: float
-    """Share of wrong labels; 0 where there is no sign of any worth acting on, NaN where one cannot tell."""
+    """Share of wrong labels; 0 if there is no sign of any worth acting on, NaN if it cannot be told."""
     evidence: str
     """The reasons for the verdict, in words."""
     spared: Bools
     """Samples of classes that are left alone, bool [n]: too small, too poorly learnt, or losing too much."""
     firm: bool = False
-    """True if labels called wrong may be left out: what the model says of them today bears the verdict out."""
+    """True if labels called wrong may be left out: the model's current predictions support the verdict."""
 
     def suspects(self, over: float = 0.5) -> Bools:
-        """Labels likelier wrong than `over`, outside the classes that are left alone, bool [n]; none where one cannot tell."""
+        """Labels wrong with a probability above `over`, outside classes left alone, bool [n]; none if nothing can be told."""
         return (np.nan_to_num(self.wrong) > over) & ~self.spared
 
 
 def contradictions(history: Any) -> Evidence:
-    """How often the predictions in a ledger (or a view of one) contradict its labels by now."""
+    """How often the predictions in a ledger (or a view of one) contradict its labels now."""
     _, (label, vote) = class_codes(history.label, history.vote)
     return evidence(label, vote, history.vote_p)
 
 
 def judge(history: Any) -> Judgement:
-    """What a ledger (or a view of one) says of its labels."""
+    """Judge the labels by a ledger (or a view of one)."""
     course: Course = history.course
     n = len(history.label)
     _, (label, vote) = class_codes(history.label, history.vote)
@@ -118,7 +118,7 @@ def judge(history: Any) -> Judgement:
 
 
 def _verdict(found: Evidence, course: Course, passes: float) -> tuple[str, str, bool]:
-    """The verdict on the labels, the reason for it, and True if it is sure enough to leave labels out."""
+    """The verdict on the labels, the reason for it, and True if it is certain enough to leave labels out."""
     if passes < PASSES_TO_JUDGE:
         return (
             "cannot tell",
@@ -151,19 +151,19 @@ def _verdict(found: Evidence, course: Course, passes: float) -> tuple[str, str, 
 
 
 def _alarm(course: Course, passes: float, low: float) -> bool:
-    """True if S, at least `low`, falls slower with D than it does with right labels, and did so in the window before."""
+    """True if S is at least `low` and falls slower with D than with correct labels, and did so in the window before."""
     now, before = margin(course), margin(course[:-1])
     return bool(passes >= PASSES_TO_ACT and low > RATE_OF_NOTE and now > DOUBT and not before <= DOUBT_BEFORE)
 
 
 def margin(course: Course) -> float:
-    """Standard errors by which S falls slower than with right labels; NaN where that cannot be told."""
+    """Standard errors by which S falls slower than with correct labels; NaN if that cannot be told."""
     slope, error = fall(course)
     return (MIN_CLEAN_SLOPE - slope) / error
 
 
 def learnt_by_heart(course: Course, passes: float) -> bool:
-    """True if several earlier windows of a run that left no label out gave an alarm; of long runs, a hundred are asked."""
+    """True if several earlier windows gave an alarm and no label was left out; in long runs, a hundred windows are checked."""
     if any(row[3] > 0 for row in course):
         return False
     alarms = 0
@@ -175,7 +175,7 @@ def learnt_by_heart(course: Course, passes: float) -> bool:
 
 
 def _still(found: Evidence, course: Course) -> tuple[str, str, bool]:
-    """The verdict while labels are left out: what was seen since must bear out the alarm, or they return."""
+    """The verdict while labels are left out: what was seen since must support the alarm, or they return."""
     slope, _ = since_left_out(course)
     borne_out = not np.isfinite(slope) or slope < MIN_CLEAN_SLOPE
     if borne_out and found.low > RATE_OF_NOTE / 2:
@@ -188,23 +188,23 @@ def _still(found: Evidence, course: Course) -> tuple[str, str, bool]:
 
 
 def rate_of(found: Evidence, course: Course) -> float:
-    """Share of wrong labels: S now. Late in a run that learns its labels by heart S falls under the rate; where no label was
-    left out it is at least what it was at 70% of the windows so far."""
+    """Share of wrong labels: S now. Late in a run that learns its labels by heart, S falls below the true rate, so if no label
+    was left out, it is at least the value at 70% of the windows so far."""
     if len(course) < 4 or course[-1][3] > 0:
         return found.rate
     return max(found.rate, course[int(0.7 * len(course))][1])
 
 
 def fall(course: Course) -> tuple[float, float]:
-    """How S fell with D over the windows that left nothing out: the slope of log S over log D and its standard error.
+    """Slope of log S over log D in the windows that left nothing out, and its standard error.
 
-    NaN where D hardly fell. Only windows count whose D was at most 1.25 times that of today.
+    NaN if D hardly fell. Only windows with a D of at most 1.25 times the current one count.
     """
     return _slope([row for row in course if row[3] == 0 and row[0] <= 1.25 * course[-1][0]])
 
 
 def since_left_out(course: Course) -> tuple[float, float]:
-    """The same over the windows since labels are left out, without the first: sampling changes there, and S jumps."""
+    """The same slope over the windows since labels are left out, except the first, in which sampling changes and S jumps."""
     start = len(course)
     while start > 0 and course[start - 1][3] > 0:
         start -= 1
@@ -212,10 +212,10 @@ def since_left_out(course: Course) -> tuple[float, float]:
 
 
 def _slope(rows: Course) -> tuple[float, float]:
-    """Least squares, weighted by the binomial variance of log S.
+    """Slope and standard error by least squares, weighted by the binomial variance of log S.
 
-    Over eleven runs on 3,000 clean photographs slopes had a standard deviation of 0.2 to 0.8, their stated errors were 0.3
-    to 0.9: that windows share samples does not spoil them.
+    Over eleven runs on 3,000 clean photographs, slopes had a standard deviation of 0.2 to 0.8 and stated errors of 0.3 to
+    0.9: they are valid although windows share samples.
     """
     rows = [row for row in rows if row[0] > 0]
     if len(rows) < 3:
@@ -246,13 +246,13 @@ def spared_classes(label: Labels, guess: Labels, suspect: Bools) -> Bools:
 
 @card(needs=("margin",), exact=False)
 def noise(view: View, *, start: float = 0.3, over: float = 0.5, revisit: int = 3, weight: float = 0.0) -> Verdict:
-    """Leaves out samples whose label the training history contradicts, and looks at them again every few windows.
+    """Leaves out samples whose label the training history contradicts, and checks them again every few windows.
 
-    Where it cannot be told whether there are wrong labels, nothing is left out, and samplers draw at random. From `start` of
-    the run on, labels that are wrong with a probability of more than `over` are left out, class by class: a class that is
-    too small, too poorly learnt or would lose too much is left alone. A sample that waited `revisit` windows comes back with
-    weight 0: it is judged anew by a model that was not trained on it. The judgement is made from scratch in every window;
-    what it no longer supports returns at once. With `weight` above 0, suspects are not left out but weigh that much.
+    If it cannot be told whether there are wrong labels, nothing is left out, and samplers draw at random. After the share
+    `start` of the run, labels that are wrong with a probability above `over` are left out, class by class: a class that is
+    too small, too poorly learnt or would lose too much is left alone. A sample that has waited `revisit` windows is visited
+    with weight 0 and judged again by a model that was not trained on it. The judgement is repeated from scratch in every
+    window; samples no longer suspected return at once. With `weight` above 0, suspects stay in with that loss weight.
     """
     for name, value in (("start", start), ("over", over), ("weight", weight)):
         if not 0 <= value <= 1:

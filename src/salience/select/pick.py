@@ -1,4 +1,4 @@
-"""Choosing after the forward pass (selective backprop): a fixed number of a batch, the harder the likelier."""
+"""Choosing after the forward pass (selective backprop): a fixed number per batch, hard samples with higher probability."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class RecentLosses:
         return torch.searchsorted(self.values.sort().values, losses, right=True).float() / len(self.values)
 
     def load(self, values: Tensor) -> None:
-        """Go on with these losses, the latest last."""
+        """Continue with these losses, the latest last."""
         self.values = values[-self.capacity :] if len(values) else None
 
 
 def latest_last(parts: Sequence[Tensor]) -> Tensor:
-    """The recent losses of several ranks as one series, the latest of each at its end."""
+    """The recent losses of several ranks as one series, with the latest of each rank at the end."""
     age = torch.cat([torch.arange(len(part), 0, -1) for part in parts])
     return torch.cat(list(parts))[age.argsort(descending=True, stable=True)]
 
@@ -38,7 +38,7 @@ def latest_last(parts: Sequence[Tensor]) -> Tensor:
 def pick_positions(percentile: Tensor, count: int, power: float, generator: torch.Generator) -> Tensor:
     """`count` positions drawn without replacement with probability ~ percentile^power, int64 [count], ascending.
 
-    Selective backprop (Jiang et al. 2019) keeps each sample with that probability by itself; here the number
+    Selective backprop (Jiang et al. 2019) keeps each sample independently with that probability; here the number
     is fixed, by the largest keys log(u) / p (Efraimidis and Spirakis 2006), so that batch shapes stay constant.
     """
     if not 0 < count <= len(percentile):

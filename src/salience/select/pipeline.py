@@ -1,4 +1,4 @@
-"""The framework: filter, score, normalise, sample, weigh. From a ledger, a config and a clock to one frozen Plan."""
+"""The framework: filter, score, normalise, sample, weight. From a ledger, a config and a clock to one frozen Plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from salience.registry import find
 from salience.seeds import PLAN, generator
 from salience.select.batching import Batching, filled, members, trimmed
 from salience.select.drawing import choose_outside
-from salience.select.fetching import Exchange, Rng, Stock, exchange, exchange_note, refresh_set, resident_first
+from salience.select.fetching import Rng, Stock, Swap, refresh_set, resident_first, swap, swap_note
 from salience.select.plugins import Plugin, plugin_of
 from salience.select.ranks import rank_normalise
 from salience.select.view import NO_REFERENCE, Bools, Candidates, Clock, Draw, Floats, Ids, Reference, View
@@ -29,7 +29,7 @@ Warn = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sifted:
-    """What all filters together say; masks are bool [n], None where no filter has an opinion."""
+    """The combined verdict of all filters; masks are bool [n], None if no filter has an opinion."""
 
     allowed: Bools | None
     forced: Bools | None
@@ -39,7 +39,7 @@ class Sifted:
 
 
 class Pipeline:
-    """A SelectConfig with its plug-ins found. Its only state is which plug-ins failed and what was said."""
+    """A SelectConfig with its plug-ins resolved. Its only state is which plug-ins failed and which warnings were given."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Pipeline:
     ) -> None:
         self.config = config
         self.reference = reference
-        """What another model thinks of the samples; it may come later, but before the first plan."""
+        """The opinion of another model on the samples; it may be set later, but before the first plan."""
         self.filters = [plugin_of("filters", u) for u in config.filters]
         self.scores = [plugin_of("scores", u) for u in config.scores]
         self.sampler = plugin_of("samplers", config.sampler)
@@ -69,12 +69,12 @@ class Pipeline:
         return (*self.filters, *self.scores, self.sampler)
 
     def needs(self) -> list[tuple[Plugin, str]]:
-        """Plug-ins with the ledger columns they want `loss()` to fill."""
+        """Plug-ins, each with a ledger column that it needs `loss()` to fill."""
         return [(plugin, column) for plugin in self.plugins for column in plugin.card.needs if column in COLUMNS]
 
     @property
     def tries(self) -> bool:
-        """True if the sampler goes by trials of hard samples, which the run then makes."""
+        """True if the sampler uses trials of hard samples, which the run then makes."""
         return "trial" in self.sampler.card.needs
 
     @property
@@ -90,7 +90,7 @@ class Pipeline:
         return self.curve(clock)
 
     def budget(self, window: int, windows: int, population: int, steered: float | None = None) -> int:
-        """Visits the curve grants a window, before they are made whole batches; `steered` is the share of `keep = "auto"`."""
+        """Visits the curve grants a window, before rounding to whole batches; `steered` is the share of `keep = "auto"`."""
         return max(1, round(self.keep(Clock(window=window, windows=windows, steered=steered)) * population))
 
     def plan(
@@ -175,12 +175,12 @@ class Pipeline:
     def _fetch(
         self, view: View, sifted: Sifted, importance: Floats, ids: Ids, weights: Floats, stock: Stock | None, rng: Rng
     ) -> tuple[Ids, Floats, Note]:
-        """Add the samples to refresh, and exchange unimportant ones for others that are cheap to fetch."""
+        """Exchange unimportant samples for others that are cheap to fetch, and add the samples to refresh."""
         how = self.config.fetch
         assert how is not None
-        found: Exchange | None = None
+        found: Swap | None = None
         if stock is not None:
-            found = exchange(
+            found = swap(
                 ids, importance, stock, label=view.label, age=view.age, forced=sifted.forced, allowed=sifted.allowed, how=how,
                 rng=rng,
             )  # fmt: skip
@@ -191,11 +191,11 @@ class Pipeline:
         picked = np.zeros(view.n, dtype=bool)
         picked[ids] = True
         more = refresh_set(view, picked, sifted.allowed, how.refresh, rng)
-        note = exchange_note(found, len(more), view.age, how)
+        note = swap_note(found, len(more), view.age, how)
         return np.concatenate((ids, more)), np.concatenate((weights, np.ones(len(more), dtype=np.float32))), note
 
     def _withdrawn(self, note: Note) -> Note:
-        """The note on an exchange after a draw with unbiased weights: they no longer are, and that is said once aloud."""
+        """The note on an exchange after a draw with unbiased weights, which no longer are unbiased; warns once."""
         text = (
             f"select.fetch exchanges samples after sampler {self.sampler.name!r} drew them with unbiased weights: weighted "
             "losses and gradients no longer estimate those of all samples. Leave out fetch where they must"
@@ -206,10 +206,10 @@ class Pipeline:
         return replace(note, reason=f"{note.reason}; the weights are not unbiased")
 
     def _filter(self, view: View) -> Sifted:
-        """Which samples may be visited, which must be and which weigh less, and what each filter did.
+        """Which samples may be visited, which must be, which weigh less, and what each filter did.
 
-        The order of the filters does not matter: what several leave out adds up, and forced is forced, whoever left it
-        out. A factor of 0 only holds for samples that no filter forces to be learnt.
+        The order of the filters does not matter: what several leave out adds up, and a forced sample is visited even if others
+        leave it out. A factor of 0 only holds for samples that no filter forces to be learnt.
         """
         allowed: Bools | None = None
         forced: Bools | None = None
@@ -256,7 +256,7 @@ class Pipeline:
         return sum(np.float32(weight / total) * rank for weight, rank in ranks), raw  # pyright: ignore[reportReturnType]
 
     def _mean_score(self, clock: Clock, opinions: Sequence[Ledger], seed: int) -> tuple[Floats, Floats]:
-        """The same, as the mean over several ledgers of the raw scores of each (Data Diet, Paul et al. 2021)."""
+        """The same from the mean of the raw scores over several ledgers (Data Diet, Paul et al. 2021)."""
         raws = [self._score(View(opinion, clock, self.reference, seed=seed))[1] for opinion in opinions]
         raw = known_mean(np.stack(raws)).astype(np.float32)
         return rank_normalise(raw), raw
@@ -264,11 +264,11 @@ class Pipeline:
     def _draw(
         self, view: View, sifted: Sifted, importance: Floats, raw: Floats, budget: int, batch: int, rng: Rng
     ) -> tuple[Ids, Floats, bool, Note | None]:
-        """Ids and weights: the forced samples first (the longest waiting, where the budget does not hold all).
+        """Ids and weights: forced samples first (those that have waited longest, if the budget does not hold all of them).
 
-        True if the weights are those of an unbiased gradient over all samples that may be visited. A sampler that sets its
-        own budget is asked whatever is left of the curve's, and a note says what it did; if that and the forced samples do
-        not fill a batch, others at random do.
+        Also True if the weights give an unbiased gradient over all samples that may be visited, and a note. A sampler that
+        sets its own budget is asked whatever is left of the curve's, and the note says what it did; if its samples and the
+        forced ones do not fill a batch, others are added at random.
         """
         allowed, forced = sifted.allowed, sifted.forced
         own = not self.sampler.card.exact
@@ -312,14 +312,14 @@ class Pipeline:
         return chosen, weights, temper == 1, note
 
     def _sample(self, candidates: Candidates, budget: int, rng: Rng) -> Draw:
-        """What the sampler draws, with the exponent on its weights; None if there are no weights."""
+        """The sampler's draw, and the exponent on its weights; None if there are no weights."""
         draw = self._ask(self.sampler, candidates, budget, rng)
         if draw is None:
             return replace(find("samplers", "uniform")(candidates, budget, rng), temper=1.0)
         return replace(draw, temper=1.0) if draw.temper is None and self.sampler.card.unbiased else draw
 
     def _ask(self, plugin: Plugin, *given: Any) -> Any:
-        """The plug-in's result, or None when it failed: then it is named, switched off, and training goes on."""
+        """The plug-in's result, or None if it failed: then it is switched off with a warning, and training continues."""
         if plugin.key in self.off:
             return None
         try:
@@ -336,12 +336,12 @@ class Pipeline:
 
 
 def _joined(join: Callable[[Any, Any], Any], one: Any, two: Any) -> Any:
-    """Both joined, or the one that is not None."""
+    """Both combined, or the one that is not None."""
     return two if one is None else one if two is None else join(one, two)
 
 
 def _within(sifted: Sifted, among: range, n: int) -> Sifted:
-    """The same for a plan over only some of the samples."""
+    """The same verdict for a plan over only some of the samples."""
     here = np.zeros(n, dtype=bool)
     here[among.start : among.stop : among.step] = True
     allowed = here if sifted.allowed is None else sifted.allowed & here

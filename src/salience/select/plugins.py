@@ -1,4 +1,4 @@
-"""One plug-in of a pipeline: found by name, and what it returns checked."""
+"""One plug-in of a pipeline: found by name, with checked results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from salience.select.view import Candidates, Clock, Draw, Floats, Verdict, View
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plugin:
-    """One plug-in of a pipeline, found and checked."""
+    """One plug-in of a pipeline, with its weight and options."""
 
     kind: str
     name: str
@@ -31,12 +31,12 @@ class Plugin:
         return f"{self.kind}/{self.name}"
 
     def __call__(self, *given: Any) -> Any:
-        """What it makes of what its kind is given, or PluginError (of a curve, ConfigError) where that breaks its contract."""
+        """Call the plug-in; raises PluginError (for a curve, ConfigError) if the result breaks the contract of its kind."""
         return _CHECKS[self.kind](self, self.call(*given, **self.options), *given)
 
 
 def plugin_of(kind: str, used: Use) -> Plugin:
-    """The plug-in that a config names; ConfigError if there is none, or it has no such options."""
+    """The plug-in that a config names; raises ConfigError if there is none, or if it has no such options."""
     call = find(kind, used.name)
     check_options(kind, used.label, call, used.options)
     return Plugin(kind=kind, name=used.label, call=call, options=used.options, weight=used.weight, card=card_of(call))

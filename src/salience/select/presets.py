@@ -14,7 +14,7 @@ def _use(name: str, **options: Any) -> Use:
 
 
 def _hardest(score: str, *, explore: float = 0.0, share: float = 0.4) -> SelectConfig:
-    """The share with the highest score; everything at both ends, as in `default`, so that only the rule differs."""
+    """A preset of the share with the highest score; everything at both ends, as in `default`, so that only the rule differs."""
     return SelectConfig(
         scores=(Use(name=score),),
         sampler=_use("ratio", explore=explore),

@@ -1,4 +1,4 @@
-"""Rank normalisation: any score to [0, 1], exactly by radix sort, by histogram where there are very many samples."""
+"""Rank normalisation: any score to [0, 1], exactly by radix sort, or by histogram if there are very many samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rank_normalise(score: npt.NDArray[np.floating]) -> Floats:
 
 
 def ranks_of_known(score: npt.NDArray[np.floating]) -> Floats:
-    """The same among what is known; NaN stays NaN."""
+    """The same ranks among the values that are known; NaN stays NaN."""
     known = np.isfinite(score)
     ranks = np.full(len(score), np.nan, dtype=np.float32)
     if known.any():

@@ -1,4 +1,4 @@
-"""Redundancy filter: of samples that are copies of each other, one is visited per window, each in its turn."""
+"""Redundancy filter: of samples that are copies of each other, one is visited per window, in turn."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from salience.select.view import Verdict, View
 Floats = npt.NDArray[np.float32]
 
 SURROUNDING_NEIGHBOURS = 12
-"""The distance to the neighbour of this rank measures how far apart samples are in the surroundings."""
+"""The distance to the neighbour of this rank measures how dense the surroundings are."""
 SEARCH_OPTIONS = ("ratio", "visits")
 """Options of a plug-in that needs copies; they are passed on to `CopySearch`."""
 COMPARED_PER_VISIT = 70
-"""Pairs of vectors that may be compared for each visit of a sample: 6 ns each, 0.4 microseconds together."""
+"""Number of pairs of vectors that may be compared per visit of a sample: 6 ns each, 0.4 microseconds in total."""
 
 
 @card(needs=("copies",), exact=False)
@@ -34,9 +34,9 @@ def redundancy(view: View, *, ratio: float = 0.78, visits: float = 6.0, full: bo
     """Leaves out all but one of each group of near-copies; which one is visited changes from window to window.
 
     Copies are found by features (`loader.attach(model)`, once samples were visited `visits` times on average, and again
-    as that grows) or `embeddings=` given by you, and byte by byte where the data set knows fingerprints. `ratio`: a
-    copy lies closer than this share of the distance to the 12th neighbour (see `near_copies`). With `full=False` nothing is
-    left out of windows that visit everything, such as the last ones.
+    as that grows) or by your own `embeddings=`, and by bytes if the data set has fingerprints. `ratio`: a copy is closer
+    than this share of the distance to the 12th neighbour (see `near_copies`). With `full=False` nothing is left out of
+    windows that visit everything, such as the last ones.
     """
     if not 0 < ratio < 1 or visits < 1:
         raise ConfigError(f"redundancy: ratio is {ratio} (between 0 and 1), visits is {visits} (at least 1).")
@@ -48,14 +48,13 @@ def redundancy(view: View, *, ratio: float = 0.78, visits: float = 6.0, full: bo
 
 
 def near_copies(embeddings: Embeddings, label: npt.NDArray[np.int32], *, ratio: float = 0.78) -> Copies:
-    """Samples of one class that lie much closer to each other than their surroundings:
+    """Samples of one class that are much closer to each other than to their surroundings:
 
         d(i, j) < ratio * min(D_i, D_j),   D = distance to the 12th neighbour
 
-    Distances are in units of what augmentation and training scatter (see `in_units_of_scatter`). A relative test needs no
-    scale (after Lowe's ratio test, 2004); where neighbours come that close by chance, the ratio is lower (see
-    `by_chance`). Samples that differ in label are left alone: one of the two
-    labels is wrong, and the noise filter has to say which.
+    Distances are in units of the scatter from augmentation and training (see `in_units_of_scatter`). A relative test needs
+    no scale (after Lowe's ratio test, 2004); if neighbours are that close by chance, the ratio is lower (see `by_chance`).
+    Samples with different labels are left alone: one of the labels is wrong, and the noise filter decides which.
     """
     z = in_units_of_scatter(embeddings)
     known = np.flatnonzero(embeddings.visits > 0)
@@ -82,8 +81,8 @@ def near_copies(embeddings: Embeddings, label: npt.NDArray[np.int32], *, ratio: 
 def by_chance(distance: Floats, chance: float = 0.1) -> float:
     """The ratio d_1 / d_12 that a share `chance` of samples without copies falls below: (chance / 11)^(1 / D).
 
-    A tenth is not few, but a pair has to pass from both sides: precision was 0.86 on rendered digits (D = 14), where it had
-    been 0.66, and 0.97 on features of CIFAR-10 (D = 18). D is the dimension of the surroundings, after Levina and Bickel
+    A tenth is a lot, but a pair has to pass from both sides: precision was 0.86 on rendered digits (D = 14), up from 0.66,
+    and 0.97 on features of CIFAR-10 (D = 18). D is the dimension of the surroundings, after Levina and Bickel
     (2004): the mean of log(d_12 / d_j) over the neighbours from the 4th on (the first ones may be copies) is 0.555 / D,
     0.555 being the mean of 1/j + ... + 1/11; the median over all samples.
     """
@@ -96,12 +95,12 @@ def by_chance(distance: Floats, chance: float = 0.1) -> float:
 
 
 def in_units_of_scatter(embeddings: Embeddings) -> Floats:
-    """z = (m - mean of all) W^(-1/2), float32 [n, kept]: directions in which one sample's visits scatter count little.
+    """z = (m - mean of all) W^(-1/2), float32 [n, kept]: directions in which the visits of a sample scatter count less.
 
-    W = covariance of single visits around their sample's mean: what augmentation and training move. Two samples that are
-    copies differ in their means only by that, times sqrt(2 / visits), in whatever direction; others differ most where
-    visits do not (Fisher's discriminant, with every sample a class). Directions with no more spread between samples
-    than visits explain are left out. Vectors given by the user have no scatter and stay as they are.
+    W = covariance of single visits around their sample's mean: the effect of augmentation and training. The means of two
+    copies differ only by that, times sqrt(2 / visits); others differ most in directions in which visits do not (Fisher's
+    discriminant, with every sample as a class). Directions with no more spread between samples than visits explain are
+    left out. Vectors given by the user have no scatter and stay unchanged.
     """
     m = embeddings.mean.astype(np.float32)
     m -= m.mean(axis=0)
@@ -116,36 +115,36 @@ def in_units_of_scatter(embeddings: Embeddings) -> Floats:
 
 
 def pause(n: int, visits: float) -> float:
-    """Visits per sample on average between a look at `visits` of them and the next: about as many as make the search a
-    hundredth of the run where training takes 40 microseconds per sample, within a half and one and a half of `visits`."""
+    """Average visits per sample between a search after `visits` of them and the next, between 0.5 and 1.5 times `visits`:
+    searching then takes about a hundredth of a run that trains for 40 microseconds per sample."""
     return float(np.clip(comparisons(n) / COMPARED_PER_VISIT, 0.5 * visits, 1.5 * visits))
 
 
 class CopySearch:
     """Gathers features and fingerprints, and searches for copies from time to time, in parallel with the training.
 
-    At a window's edge `look` takes the result of the search prepared at the edge before, waiting for it if need be, and
-    prepares the next one if it is due; `begin` starts it. So what a plan knows does not depend on the speed of anything. Counts
-    decide when a search is due: the number of comparisons per sample stays in proportion to visits.
+    At a window's edge `look` takes the result of the search prepared at the previous edge, waiting for it if necessary, and
+    prepares the next one if it is due; `begin` starts it. So plans do not depend on speed. Counts decide when a search is
+    due: the number of comparisons per sample stays in proportion to visits.
     """
 
     def __init__(self, n: int, *, ratio: float = 0.78, visits: float = 6.0, given: npt.ArrayLike | None = None) -> None:
         self.given = None if given is None else zlib.crc32(np.ascontiguousarray(given).tobytes())
-        """Checksum of the vectors the user gave."""
+        """Checksum of the user's vectors."""
         self.ratio = ratio if given is None else 0.9 * ratio
         """Lower for vectors given by the user, which do not scatter."""
         self.next_look = 0.0 if given is not None else visits
-        """Visits per sample on average at which to look (again)."""
+        """Average visits per sample at which to search next."""
         self.embeddings = None if given is None else Embeddings.given(given, n)
         self.prints = np.zeros(n, dtype=np.int64)
         """Fingerprints of the samples' bytes; 0 = not known."""
         self.found: Copies | None = None
         self._near: Copies | None = None
         self._search: Callable[[], Copies] | None = None
-        """What the last edge prepared and the next one takes; once begun, it waits for the result."""
+        """The search that the last edge prepared and the next one takes; once begun, calling it waits for the result."""
         self._begun = False
         self._looked = 0.0
-        """Visits per sample on average at the last look."""
+        """Average visits per sample at the last search."""
         self._printed = 0
         self._waited = False
 
@@ -156,7 +155,7 @@ class CopySearch:
     def begin(self) -> None:
         """Start the search that `look` prepared, if any: cheap, for every step; worker processes are running by then.
 
-        While processes are forked no thread may start, since they would inherit the locks it holds.
+        No thread may start while processes are forked, since they would inherit the locks it holds.
         """
         if self._search is not None and not self._begun:
             pool = ThreadPoolExecutor(1, thread_name_prefix="salience")
@@ -164,10 +163,10 @@ class CopySearch:
             pool.shutdown(wait=False)
 
     def look(self, label: npt.NDArray[np.int32], *, last: bool = False) -> bool:
-        """Take the result of the last search, and prepare the next if it is due; True if anything may have changed.
+        """Take the result of the last search, and prepare the next if it is due; returns True if anything may have changed.
 
-        At the end of a run (`last`) the answer is final when this returns, and fewer visits will do for it. So it is for
-        vectors given by the user, which are there before the first window.
+        At the end of a run (`last`) the result is complete when this returns, and fewer visits are enough. The same holds for
+        vectors given by the user, which exist before the first window.
         """
         if (label < 0).all() and not self._waited:  # classes are known after the first window, if at all
             self._waited = True
@@ -190,7 +189,7 @@ class CopySearch:
         return True
 
     def _due(self, last: bool) -> float:
-        """Visits per sample on average at which the next search is due."""
+        """Average visits per sample at which the next search is due."""
         if not last:
             return self.next_look
         return min(self.next_look, 3.0 if self._near is None else max(1.4 * self._looked, self._looked + 1))
@@ -199,7 +198,7 @@ class CopySearch:
         self._search, self._begun = search, False
 
     def _take(self) -> bool:
-        """Wait for the result of the search prepared, if any; one that was never begun is made here and now."""
+        """Wait for the result of the prepared search, if any; a search that was never begun runs now."""
         search, self._search = self._search, None
         if search is not None:
             self._near = search()

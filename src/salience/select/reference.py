@@ -1,4 +1,4 @@
-"""What other models think of every sample: made of ledgers, their files, or plain losses."""
+"""The opinions of other models on every sample, from ledgers, their files, or plain losses."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def reference_of(opinions: Opinion | Sequence[Opinion], n: int) -> Reference:
 
 
 def checksum(reference: Reference | None) -> int | None:
-    """A number that tells one reference from another."""
+    """A number that distinguishes references."""
     return None if reference is None else zlib.crc32(reference.hardness.tobytes(), zlib.crc32(reference.loss.tobytes()))
 
 
 def inconsistency(ledger: Ledger) -> Floats:
-    """1 - C, C = (times right + mean p(label)) / (visits + 1): how seldom a sample was right while the network learnt.
+    """1 - C, C = (times right + mean p(label)) / (visits + 1): how rarely a sample was right while the network learnt.
 
-    Cumulative accuracy, the proxy of the C-score that is free (Jiang et al. 2021); p(label) counts as one more, fractional
-    visit and breaks its many ties. The mean loss where the ledger knows no guesses. float32 [n]; NaN where unknown.
+    Cumulative accuracy is the free proxy of the C-score (Jiang et al. 2021); p(label) counts as one more, fractional visit
+    and breaks its many ties. The mean loss if the ledger has no guesses. float32 [n]; NaN where unknown.
     """
     known = ledger.guess >= 0
     if not known.any():
@@ -60,7 +60,7 @@ def inconsistency(ledger: Ledger) -> Floats:
 
 
 def _opinion(opinion: Any, n: int) -> tuple[Floats, Floats]:
-    """Loss and hardness in one network's own units, float32 [n] each."""
+    """Loss and hardness in the units of one network, float32 [n] each."""
     if isinstance(opinion, (str, Path)):
         opinion = ledgers.load(ledger_file(opinion))
     if isinstance(opinion, Ledger):
@@ -80,7 +80,7 @@ def _opinion(opinion: Any, n: int) -> tuple[Floats, Floats]:
 
 
 def ledger_file(path: str | Path) -> Path:
-    """The ledger at `path`: the file itself, or the one of a run's folder."""
+    """Path of the ledger at `path`: the file itself, or the one in a run's folder."""
     path = Path(path)
     if not path.is_dir():
         return path

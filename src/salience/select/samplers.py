@@ -1,4 +1,4 @@
-"""Samplers: from importance and a budget to samples and the probability with which each was to be drawn."""
+"""Samplers: from importance and a budget to samples and the inclusion probability of each."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from salience.select.view import Candidates, Draw, Floats
 Rng = np.random.Generator
 
 MIN_SHARE_OVER_THRESHOLD = 0.1
-"""Share of the curve's budget that `threshold` visits at least."""
+"""Minimum share of the curve's budget that `threshold` visits."""
 OVERDUE_WINDOWS = 4
-"""When samples are drawn at random, those that waited this many windows come first."""
+"""In random draws, samples that have waited this many windows come first."""
 
 
 @card(unbiased=True)
@@ -44,9 +44,9 @@ def ratio(candidates: Candidates, budget: int, rng: Rng, *, explore: float = 0.1
 def threshold(candidates: Candidates, budget: int, rng: Rng, *, above: float | str = 0.5) -> Draw:
     """All samples whose score, not its rank, is over `above`: a threshold on the value, which sets its own budget.
 
-    Samples never seen are over it. Where fewer than a tenth of the curve's budget are, others drawn at random make up that
-    tenth. "auto" is for scores that are losses: the loss under which the run's own probe found the gradient near zero; until
-    there is one, all samples are visited.
+    Samples never seen are over it. If fewer than a tenth of the curve's budget are, others drawn at random make up that
+    tenth. "auto" is for scores that are losses: the loss below which the run's own probe found the gradient near zero;
+    until there is one, all samples are visited.
     """
     if above != "auto" and (isinstance(above, (str, bool)) or not np.isfinite(above)):
         raise ConfigError(f"threshold: above is {above!r}; it must be a finite number or 'auto'.")
@@ -63,7 +63,7 @@ def threshold(candidates: Candidates, budget: int, rng: Rng, *, above: float | s
 def lowest(candidates: Candidates, budget: int, rng: Rng) -> Draw:
     """The samples with the lowest scores: those with the highest are left out. Samples never seen count as lowest.
 
-    The half of data fine-pruning that says which samples rest (Li et al. 2018); when they do is said by the curve `alternate`.
+    The half of data fine-pruning that chooses which samples to leave out (Li et al. 2018); the curve `alternate` says when.
     """
     return Draw(positions=np.flatnonzero(top(-np.nan_to_num(candidates.raw, nan=-np.inf), budget, rng)))
 
@@ -92,13 +92,13 @@ def unsure(
     temper: float = 0.5,
     carry: float = 0.75,
 ) -> Draw:
-    """Prefers what the model is unsure of, where a trial in this run has shown that to be safe: the sampler of `default`.
+    """Prefers what the model is unsure of, if a trial in this run has shown that to be safe: the sampler of `default`.
 
-    If hard samples that rested for a window gained at least `carry` of what others gained that were visited, hard samples
-    come down as the model learns: then p ~ max(score, floor)^power with loss weights p^-temper, half-way between unbiased and
-    hard-first. If they gained less, if no trial has shown anything yet, or if labels are wrong, samples are drawn at random.
-    If no filter judges the labels (without logits, say), the draw prefers them, but is unbiased. Meant for scores from 0 to
-    1, such as `unsureness`; a sample never seen counts as 1.
+    If hard samples that were left out for a window gained at least `carry` of what visited ones gained, the model learns hard
+    samples along with the others: then p ~ max(score, floor)^power with loss weights p^-temper, half-way between unbiased
+    and hard-first. If they gained less, if no trial has shown anything yet, or if labels are wrong, samples are drawn at
+    random. If no filter judges the labels (without logits, say), hard samples are preferred with unbiased weights. Meant for
+    scores from 0 to 1, such as `unsureness`; a sample never seen counts as 1.
     """
     if not 0 < floor <= 1 or power < 0 or not 0 <= temper <= 1 or not 0 <= carry <= 1:
         raise ConfigError(
@@ -129,7 +129,7 @@ def unsure(
 
 
 def _outcome(noise: float, gained: float) -> str:
-    """What a trial of hard samples has shown, in words."""
+    """The outcome of trials of hard samples, in words."""
     if noise > 0:
         return "labels are wrong"
     if np.isnan(gained):
@@ -158,10 +158,10 @@ def prune_rescale(candidates: Candidates, budget: int, rng: Rng, *, drop: float 
 
 @card(needs=("confidence",), exact=False)
 def hide(candidates: Candidates, budget: int, rng: Rng, *, confidence: float = 0.7) -> Draw:
-    """KAKURENBO: hides the lowest losses that fit the budget, but only those predicted right with confidence.
+    """KAKURENBO: hides the lowest losses that the budget leaves out, but only those predicted correctly with confidence.
 
-    Thao Nguyen et al. 2023. Of the len - budget samples with the lowest raw score, those the model got wrong or
-    was less sure of than `confidence` move back. The rule adds that the learning rate rises by n / drawn.
+    Thao Nguyen et al. 2023. Of the len - budget samples with the lowest raw score, those the model got wrong or predicted
+    with less than `confidence` are visited. The published rule also raises the learning rate by n / drawn.
     """
     view, raw = candidates.view, candidates.raw
     lowest = ~top(np.where(np.isnan(raw), np.inf, raw).astype(np.float32), budget, rng)
@@ -174,10 +174,10 @@ def hide(candidates: Candidates, budget: int, rng: Rng, *, confidence: float = 0
 def window(
     candidates: Candidates, budget: int, rng: Rng, *, drop: float = 0.1, groups: int = 5, width: float = 0.9
 ) -> Draw:
-    """SeTa: a random 1 - drop of the samples, grouped by loss, of which a window of groups slides from easy to hard.
+    """SeTa: a random 1 - drop of the samples, grouped by loss, with a window of groups that slides from easy to hard.
 
     Zhou et al. 2025. One-dimensional k-means puts the losses into `groups`; the window spans width * groups of them
-    and moves from the easiest to the hardest and again from the start as the run goes on. Sets its own budget.
+    and moves from the easiest to the hardest, then starts again. Sets its own budget.
     """
     if not 0 <= drop < 1 or groups < 1 or not 0 < width <= 1:
         raise ConfigError(f"window: drop is {drop} (0 to 1), groups {groups} (at least 1), width {width} (0 to 1).")
@@ -194,8 +194,8 @@ def window(
 def slide(candidates: Candidates, budget: int, rng: Rng, *, begin: float = 0.0, until: float = 0.8) -> Draw:
     """A window of `budget` samples over the ranks of importance, from the lowest at `begin` of the run to the highest.
 
-    first = round((M - budget) * t),  t = (time - begin) / (until - begin) held in [0, 1];  ranks first to first + budget - 1.
-    A simple curriculum of our own: easy to hard, with the score as the hardness.
+    first = round((M - budget) * t),  t = (time - begin) / (until - begin) in [0, 1];  ranks first to first + budget - 1.
+    Our own simple curriculum: easy to hard, with the score as the hardness.
     """
     if not 0 <= begin < until <= 1:
         raise ConfigError(f"slide: begin is {begin}, until {until}; they must be from 0 to 1, begin before until.")

@@ -14,12 +14,12 @@ def loss(view: View) -> Floats:
 
 
 def ema_loss(view: View) -> Floats:
-    """Exponential mean of the loss: hard over the last few visits, not by one unlucky augmentation."""
+    """Exponential mean of the loss: hard over the last few visits, not because of one unlucky augmentation."""
     return view.mean_loss
 
 
 def difficulty(view: View) -> Floats:
-    """EL2N where `loss()` is given logits, the exponential mean of the loss where it is not: works with any loss."""
+    """EL2N if `loss()` is given logits, otherwise the exponential mean of the loss: works with any loss."""
     return view.mean_loss if np.isnan(view.el2n).all() else view.el2n
 
 
@@ -32,7 +32,7 @@ def unsureness(view: View) -> Floats:
 
 
 def staleness(view: View) -> Floats:
-    """Windows since the last visit: samples we now know least about come first."""
+    """Windows since the last visit: samples we know least about now come first."""
     return view.age.astype(np.float32)
 
 
@@ -44,7 +44,7 @@ def el2n(view: View) -> Floats:
 
 @card(needs=("grad_norm",))
 def grand(view: View) -> Floats:
-    """GraNd: norm of the loss's gradient at the last visit (Paul et al. 2021), from the model given to `attach`."""
+    """GraNd: norm of the gradient of the loss at the last visit (Paul et al. 2021), from the model passed to `attach`."""
     return view.grad_norm
 
 
@@ -63,19 +63,19 @@ def aum(view: View) -> Floats:
 
 @card(needs=("forgotten",))
 def forgetting(view: View) -> Floats:
-    """How often it went from right to wrong (Toneva et al. 2019); never-learnt samples count as forgotten at every visit."""
+    """How often a sample went from right to wrong (Toneva et al. 2019); one never learnt counts as forgotten at every visit."""
     events = np.where(view.right > 0, view.forgotten, view.seen).astype(np.float32)
     return np.where(view.guess < 0, np.float32(np.nan), events)
 
 
 def variance(view: View) -> Floats:
-    """Exponential variance of the loss: samples whose loss still swings."""
+    """Exponential variance of the loss: samples whose loss still fluctuates."""
     return view.var_loss
 
 
 @card(needs=("entropy",))
 def entropy(view: View) -> Floats:
-    """Entropy of the prediction at the last visit: what the model is unsure of, whatever the label says."""
+    """Entropy of the prediction at the last visit: how unsure the model is, whatever the label says."""
     return view.entropy
 
 
@@ -92,16 +92,16 @@ def ucb(view: View, *, bonus: float = 1.0) -> Floats:
 
 
 def uncertainty(view: View) -> Floats:
-    """How little the rank of a sample can be trusted: its loss's standard deviation, growing with the windows it waited."""
+    """How uncertain a sample's rank is: the standard deviation of its loss, growing with the windows since its last visit."""
     return np.sqrt(view.var_loss) * np.sqrt(np.maximum(view.age, 1).astype(np.float32))
 
 
 @card(needs=("reference",))
 def rho(view: View) -> Floats:
-    """RHO-LOSS: last loss - the loss of another model (Mindermann et al. 2022): what is hard and can be learnt.
+    """RHO-LOSS: last loss - the loss of another model (Mindermann et al. 2022): samples that are hard but can be learnt.
 
-    The published rule takes the loss afresh from a batch ten times as large; here it is that of the last visit. A wrong
-    label is hard for the other model too, and falls out.
+    The published rule computes the loss on a batch ten times as large; here it is that of the last visit. A wrong label is
+    hard for the other model too, and cancels out.
     """
     return view.last_loss - view.reference
 
@@ -114,5 +114,5 @@ def proxy(view: View) -> Floats:
 
 @card(needs=("reference",))
 def cscore(view: View) -> Floats:
-    """C-score proxy: how seldom other models were right on it, as their mean rank (Jiang et al. 2021)."""
+    """C-score proxy: how rarely other models were right on a sample, as their mean rank (Jiang et al. 2021)."""
     return view.hardness

@@ -1,4 +1,4 @@
-"""keep = "auto": the share in the middle of a run, moved one notch at a time by validation results against a baseline's.
+"""keep = "auto": the share in the middle of a run, moved one notch at a time by comparing validation results with a baseline.
 
     evaluated(metric)  ->  inside the baseline's band at equal progress?  yes, twice in a row: keep less;  no: keep more
 
@@ -20,9 +20,9 @@ from salience.errors import ConfigError
 
 KEEP_SHARES = (1.0, 0.8, 0.65, 0.5, 0.4, 0.33, 0.25)
 BAND_WIDTH = 2.0
-"""The band begins this many spreads below the baseline's mean; a metric above the mean is always inside."""
+"""The lower end of the band is this many spreads below the baseline's mean; a metric above the mean is always inside."""
 RESULTS_BEFORE_LESS = 2
-"""Less is kept after this many results in a row inside the band; a single one outside is enough to keep more."""
+"""The share falls after this many results in a row inside the band; a single result outside raises it."""
 
 Paths = str | Path | Sequence[str | Path]
 
@@ -40,7 +40,7 @@ class Band:
 
 
 def read_histories(paths: Paths) -> list[History]:
-    """The `evaluated` events of each log (or run folder with one)."""
+    """Read the `evaluated` events of each log (or run folder with one)."""
     return [_read(Path(path)) for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
 
 
@@ -65,9 +65,9 @@ def _read(path: Path) -> History:
 
 
 def band(histories: Sequence[History], progress: float) -> Band | None:
-    """Mean and spread of the baseline's metric at this progress, interpolated; None where it begins later.
+    """Mean and spread of the baseline's metric at this progress, interpolated; None if the baseline begins later.
 
-    Spread: the standard deviation between runs; of a single run, that of its own noise. At least MIN_SPREAD.
+    The spread is the standard deviation between runs; for a single run, that of its own noise. It is at least MIN_SPREAD.
     """
     there = [h for h in histories if h.progress[0] <= progress]
     if not there:
@@ -79,31 +79,31 @@ def band(histories: Sequence[History], progress: float) -> Band | None:
 
 
 def less(share: float) -> float:
-    """The next notch below; the lowest one stays."""
+    """The next lower notch; the lowest one stays."""
     return max((notch for notch in KEEP_SHARES if notch < share), default=share)
 
 
 def more(share: float) -> float:
-    """The next notch above; everything stays everything."""
+    """The next higher notch; a share of 1 stays."""
     return min((notch for notch in KEEP_SHARES if notch > share), default=share)
 
 
 class Steering:
-    """Where the share stands, and the validation result still to be heard."""
+    """The current share, and the validation result to act on next."""
 
     def __init__(self, share: float, histories: Sequence[History]) -> None:
         self.histories = histories
         self.share = share
         self._inside = 0
-        """Results in a row inside the band."""
+        """Number of results in a row inside the band."""
         self._result: tuple[float, float] | None = None
 
     def hear(self, metric: float, progress: float) -> None:
-        """Note a result; of several in one window the last one counts."""
+        """Note a result; if there are several in one window, the last one counts."""
         self._result = (metric, progress)
 
     def move(self) -> dict[str, Any] | None:
-        """Act on the result, if there is one; what to say of it where the share moved."""
+        """Act on the result, if there is one; returns the fields of an event if the share moved."""
         result, self._result = self._result, None
         found = None if result is None else band(self.histories, result[1])
         if result is None or found is None:
@@ -129,7 +129,7 @@ class Steering:
 
     @property
     def numbers(self) -> tuple[float, float]:
-        """What all ranks must agree on."""
+        """The numbers that all ranks must agree on."""
         return self.share, float(self._inside)
 
     @numbers.setter

@@ -1,4 +1,4 @@
-"""What a run taught us about its samples, as plain numbers: classes, hardest, never learnt, what selection would save."""
+"""What a run has learnt about its samples, as plain numbers: classes, hardest, never learnt, what selection would save."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def summarise(
     selected: tuple[int, int] | None = None,
     studied: Study | None = None,
 ) -> dict[str, Any]:
-    """JSON-ready summary of a ledger; the forecast runs `forecast_with` over `windows` windows on what is known now.
+    """JSON-ready summary of a ledger; the forecast runs `forecast_with` over `windows` windows, given what is known now.
 
-    `evaluations` are the validation results of the run; None where only its ledger is known. `selected` are the windows and
-    visits that a selecting run has made. `studied` is what was found in the ledger as it is now, where that is known already.
+    `evaluations` are the validation results of the run; None if only its ledger is known. `selected` are the windows and
+    visits that a selecting run has made. `studied` is what was found in the ledger as it is now, if that is known already.
     """
     studied = studied or study(ledger)
     found = studied.findings
@@ -81,9 +81,9 @@ def forecast(
     evaluations: Results | None = None,
     judged: Judgement | None = None,
 ) -> dict[str, Any]:
-    """Visits `config` would have spent over `windows` windows, whom a middle window would leave out, and what that costs.
+    """The visits `config` would have made over `windows` windows, what a middle window would leave out, and what that costs.
 
-    The cost is that of a run on all data with as many visits (`Shorter`), since it is the one that a curve can tell.
+    The cost is that of a run on all data with as many visits (`Shorter`), the only one that can be estimated from a curve.
     """
     pipeline = Pipeline(config, reference=reference)
     budgets = np.array([pipeline.budget(window, windows, ledger.n) for window in range(windows)])
@@ -108,7 +108,7 @@ def forecast(
 
 
 def _telling_windows(budgets: np.ndarray, middle: int) -> list[int]:
-    """The middle window, and those nearest to it with the least and the largest budget: what filters do shows in each."""
+    """The middle window, and those nearest to it with the smallest and the largest budget: filters have an effect in each."""
     far = np.abs(np.arange(len(budgets)) - middle)
     ends = [int(np.argmin(np.where(budgets == end, far, len(budgets)))) for end in (budgets.min(), budgets.max())]
     found = {int(budgets[window]): window for window in (*ends, middle)}
@@ -121,7 +121,7 @@ def _saved(windows: int, visits: int, population: int) -> dict[str, Any]:
 
 
 def _shorter(ledger: Ledger, evaluations: Results | None, *, share: float, epochs: int) -> Shorter:
-    """What a run on all data with `share` of the visits would lose, by the results, else as far as training losses tell."""
+    """What a run on all data with `share` of the visits would lose, by validation results or else by training losses."""
     progress, metric = zip(*evaluations, strict=True) if evaluations else ((), ())
     fall = training_fall(ledger.last_loss, ledger.mean_loss, float(ledger.seen.mean()))
     found = shorter(progress, metric, share=share, epochs=epochs, fall=fall)
@@ -164,11 +164,11 @@ def _sample(ledger: Ledger, i: int) -> dict[str, Any]:
 def training_fall(
     last_loss: npt.NDArray[np.float32], mean_loss: npt.NDArray[np.float32], visits: float
 ) -> float | None:
-    """Fall of the training loss over the last fifth of `visits` per sample, as a share of itself; None where unclear.
+    """Fall of the training loss over the last fifth of `visits` per sample, as a share of itself; None if unclear.
 
     An exponential mean with weight a for the newest value trails a line by (1 - a) / a visits, one with a = 1/2, so mean - last
     is the fall per visit, d; a fifth of the visits before the end the loss was last + d visits / 5. Unclear: fewer than three
-    visits, or within two standard errors of nothing. That it does not fall shows nothing: a decayed rate ends every fall.
+    visits, or within two standard errors of zero. A loss that does not fall shows nothing: a decayed rate ends every fall.
     """
     known = np.isfinite(last_loss) & np.isfinite(mean_loss)
     if visits < 3 or int(known.sum()) < 2:

@@ -1,14 +1,14 @@
 """A trial on hard samples: does visiting one teach the model more about it than visiting the others does?
 
-In every window some hard samples, drawn at random, rest, and as many others are visited; in the next window all of them
-are. What each gained in between is compared, as in any trial with a control group:
+In every window some hard samples, drawn at random, rest (are left out), and as many others are visited; in the next window all
+of them are visited. Their gains in between are compared, as in any trial with a control group:
 
     gain       p(label) at the visit that ends the trial, less that at the visit before the trial
     carried    mean gain of those that rested / mean gain of those that were visited
 
-Where the others carry a sample along (carried near 1), what is hard comes down as the model learns, and a preference for it
-is safe. Where only a sample's own visits teach it (carried near 0), it is learnt by heart: such visits are taken from the
-others for what will not generalise.
+If the others carry a sample along (carried near 1), hard samples are learnt as the model learns, and preferring them is safe.
+If only its own visits teach a sample (carried near 0), it is learnt by heart: visits to it are taken from the others and do
+not generalise.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ Rows = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
 
 WINDOW, ID, RESTS, SEEN, BEFORE, AFTER = range(6)
-"""Columns of `Ledger.trial`: when it began, for which sample, whether that rests, its visits so far, and p(label) before and
-after; NaN while the trial is not over."""
+"""Columns of `Ledger.trial`: when the trial began, its sample, whether that rests, its visits so far, and p(label) before and
+after; NaN until the trial is over."""
 HARD_UNDER = 0.5
-"""Samples are hard whose label has had less than this probability."""
+"""A sample is hard if its label has less than this probability."""
 SHARE_ON_TRIAL, FEWEST_ON_TRIAL, MOST_ON_TRIAL = 0.1, 30, 4000
-"""Of the hard samples, this share rests in a window; no fewer than FEWEST (or there is no trial) and no more than MOST."""
+"""Share of the hard samples that rests in a window: at least FEWEST samples (or there is no trial), at most MOST."""
 WINDOWS_POOLED = 3
-"""Trials that began in so many windows are judged together."""
+"""Trials that began in this many windows are judged together."""
 
 
 def advance(ledger: Ledger, window: int, seed: int) -> None:
-    """Before `window` is planned: end the trial of two windows ago and begin that of this one."""
+    """Before `window` is planned: end the trial from two windows ago and begin a new one."""
     rows = ledger.trial[(ledger.trial[:, WINDOW] >= window - 1 - WINDOWS_POOLED) & (ledger.trial[:, WINDOW] < window)]
     ending = (rows[:, WINDOW] == window - 2) & np.isnan(rows[:, AFTER])
     ended = rows[ending]
@@ -46,7 +46,7 @@ def advance(ledger: Ledger, window: int, seed: int) -> None:
 
 
 def _begun(ledger: Ledger, window: int, seed: int) -> Rows:
-    """The rows of a new trial: hard samples that are in no other one, half of which rest."""
+    """The rows of a new trial: hard samples that are in no other trial, half of which rest."""
     free = np.isfinite(ledger.last_loss) & (ledger.confidence < HARD_UNDER)
     free[ledger.trial[ledger.trial[:, WINDOW] == window - 1, ID].astype(np.int64)] = False
     hard = np.flatnonzero(free)
@@ -68,7 +68,7 @@ def on_trial(rows: Rows, window: int) -> tuple[Ids, Ids]:
 
 
 def carried(rows: Rows) -> float:
-    """Mean gain of samples that rested over that of those visited; NaN where too few were tried, or nothing was gained."""
+    """Mean gain of samples that rested divided by that of visited ones; NaN if too few were tried, or nothing was gained."""
     over = rows[~np.isnan(rows[:, AFTER])]
     gain, rested = over[:, AFTER] - over[:, BEFORE], over[:, RESTS] == 1
     if min(np.count_nonzero(rested), np.count_nonzero(~rested)) < FEWEST_ON_TRIAL:

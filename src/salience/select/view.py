@@ -29,26 +29,26 @@ class Clock:
     windows: int
     """Windows of the whole run; in observe mode without `epochs`, the ones so far."""
     keep: float = 1.0
-    """Share of the samples the life-cycle curve grants this window."""
+    """Share of the samples that the curve grants this window."""
     steered: float | None = None
-    """Share that `keep = "auto"` was steered to; None where nothing steers."""
+    """Share that `keep = "auto"` was steered to; None without steering."""
     learnt_loss: float | None = None
-    """Loss under which nine tenths of a sample's gradient are near zero, by the run's probe; None where none was made."""
+    """Loss below which nine tenths of a sample's gradient are near zero, by the run's probe; None without a probe."""
 
     @property
     def time(self) -> float:
-        """0 at the first window, towards 1 at the last: window / windows."""
+        """window / windows: 0 in the first window, close to 1 in the last."""
         return min(1.0, self.window / max(1, self.windows))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Reference:
-    """What one or several other networks think of every sample, read-only."""
+    """The opinion of one or several other networks on every sample, read-only."""
 
     loss: Floats
     """Their mean loss, float32 [n]; NaN where unknown."""
     hardness: Floats
-    """Mean over the networks of the sample's rank among the samples, hard = 1, in (0, 1), float32 [n]; NaN where unknown."""
+    """Mean over the networks of each sample's rank, hard = 1, in (0, 1), float32 [n]; NaN where unknown."""
 
 
 NO_REFERENCE = (
@@ -59,7 +59,7 @@ NO_REFERENCE = (
 
 
 class View:
-    """A ledger as plug-ins see it: `view.mean_loss`, `view.seen`, ... are read-only arrays [n]; `view.clock`."""
+    """A ledger as plug-ins see it: `view.mean_loss`, `view.seen`, ... are read-only arrays [n]; `view.clock` is the time."""
 
     def __init__(
         self,
@@ -76,20 +76,20 @@ class View:
         self.copies = copies
         """Which samples are copies of each other; None if they were not searched for."""
         self.judged = judged
-        """The judgement of the labels, where it was made for this ledger already."""
+        """The judgement of the labels, if it was already made for this ledger."""
         self.jury = jury
-        """What a jury said: the net that trained on each sample, and the one that held it out. None without a jury."""
+        """Ledgers of a jury: of the nets that trained on each sample, and of those that held it out. None without a jury."""
         self.clock = clock
         self._ledger = ledger
         self._reference = reference
 
     def rng(self, purpose: str, *path: int) -> np.random.Generator:
-        """Random numbers for breaking ties, the same for every view of this run with the same purpose and path."""
+        """Random numbers for breaking ties, the same for every view of this window with the same purpose and path."""
         return generator(self._seed, TIES, zlib.crc32(purpose.encode()), *path)
 
     @property
     def vote(self) -> npt.NDArray[np.int32]:
-        """Likeliest classes by all visits, averaged, int32 [n, VOTES], read-only."""
+        """Likeliest classes by predictions averaged over visits, int32 [n, VOTES], read-only."""
         return _read_only(self._ledger.vote)
 
     @property
@@ -99,7 +99,7 @@ class View:
 
     @property
     def course(self) -> Sequence[tuple[float, float, float, float]]:
-        """How often predictions contradicted labels, window by window: see `Ledger.course`."""
+        """How often predictions contradicted labels, one row per window: see `Ledger.course`."""
         return tuple(self._ledger.course)
 
     @property
@@ -114,12 +114,12 @@ class View:
 
     @property
     def reference(self) -> Floats:
-        """Loss another model has on each sample, float32 [n]; NaN where unknown."""
+        """Loss of another model on each sample, float32 [n]; NaN where unknown."""
         return self._referred().loss
 
     @property
     def hardness(self) -> Floats:
-        """Mean rank of each sample among those of other models, hard = 1, float32 [n]; NaN where unknown."""
+        """Mean rank of each sample by other models, hard = 1, float32 [n]; NaN where unknown."""
         return self._referred().hardness
 
     def _referred(self) -> Reference:
@@ -152,11 +152,11 @@ class Verdict:
     keep: Bools | None = None
     """False = left out of this window, bool [n]; None leaves nothing out."""
     force: Bools | None = None
-    """True = visited for certain, budget permitting, even if an earlier filter left it out; bool [n]."""
+    """True = visited for certain, budget permitting, even if another filter left it out; bool [n]."""
     factor: Floats | None = None
-    """Factor on the loss weight of a sample that is visited, float32 [n]; 0 = seen, not learnt. The mean weight is kept."""
+    """Factor for the loss weight of a visited sample, float32 [n]; 0 = seen, not learnt. The mean weight is unchanged."""
     noise: float | None = None
-    """Estimated share of wrong labels; NaN where it is still to be estimated, None where the filter has no opinion."""
+    """Estimated share of wrong labels; NaN if it is not estimated yet, None if the filter has no opinion."""
     reason: str = ""
 
 
@@ -170,7 +170,7 @@ class Candidates:
     importance: Floats
     """Rank-normalised, in [0, 1], float32 [M]."""
     noise: float | None = None
-    """The highest estimate of the filters: share of wrong labels; NaN = not estimated yet, None = no filter looks."""
+    """Share of wrong labels, the highest estimate of the filters; NaN = not estimated yet, None = no filter estimates it."""
     raw_of_all: Floats
     """Weighted sum of the scores before normalisation for all samples, float32 [n]; NaN where nothing is known."""
 
@@ -190,9 +190,9 @@ class Draw:
     positions: Ids
     """int64 [m], each at most once, any order."""
     inclusion: Floats | None = None
-    """Probability with which each drawn sample was to be drawn, float32 [m]; None where it has no meaning."""
+    """Inclusion probability of each drawn sample, float32 [m]; None if it has no meaning."""
     temper: float | None = None
-    """Exponent on the loss weights 1 / p: 1 is unbiased, less prefers what is drawn often; None: 1 if the sampler's card
-    says `unbiased`, else no weights."""
+    """Exponent on the loss weights 1 / p: 1 is unbiased, less prefers samples drawn often; None: 1 if the sampler's card
+    says `unbiased`, otherwise no weights."""
     note: str = ""
-    """What it did, for the notes of the plan."""
+    """What the sampler did, for the notes of the plan."""

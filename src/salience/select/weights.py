@@ -1,4 +1,4 @@
-"""Loss weights from inclusion probabilities, and the weight of the early-learning term; they are computed nowhere else."""
+"""The only place that computes loss weights from inclusion probabilities, and the weight of the early-learning term."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import numpy as np
 from salience.select.view import Floats
 
 MAX_HARMLESS_NOISE, MIN_FULL_NOISE, MAX_STRENGTH = 0.15, 0.35, 2.0
-"""The automatic strength is 0 up to the first estimated share of wrong labels, and the third number from the second one on."""
+"""The automatic strength is 0 up to the first estimated share of wrong labels, and MAX_STRENGTH from the second one on."""
 
 
 def robust_strength(setting: float | str, noise: float | None) -> float:
-    """lambda of `early_learning`: the number given, or for "auto" one that follows the share of wrong labels (unknown: 0)."""
+    """lambda of `early_learning`: the number given; with "auto" it follows the share of wrong labels (0 if unknown)."""
     if not isinstance(setting, str):
         return float(setting)
     if noise is None or noise != noise:
@@ -23,8 +23,8 @@ def robust_strength(setting: float | str, noise: float | None) -> float:
 def loss_weights(inclusion: Floats | None, drawn: int, population: int, temper: float = 1.0) -> Floats:
     """w_i = (drawn / population) / p_i, so that sum(w * l) / drawn estimates the mean loss over the population.
 
-    E[w] = 1. Without inclusion probabilities (a rule that means to be biased) every weight is 1. A `temper` below 1 is the
-    exponent on these weights, scaled to mean 1: half-way between unbiased and preferring what is drawn often.
+    E[w] = 1. Without inclusion probabilities (a rule that is biased on purpose) every weight is 1. A `temper` below 1 is an
+    exponent on these weights, scaled to mean 1: between unbiased and preferring samples drawn often.
     """
     if inclusion is None:
         return np.ones(drawn, dtype=np.float32)

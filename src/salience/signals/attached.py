@@ -1,7 +1,7 @@
-"""A model under observation: its layers' inputs and output gradients become per-sample gradient norms and features.
+"""An observed model: the inputs and output gradients of its layers become per-sample gradient norms and features.
 
-deliver(number)   a batch is on its way: forward calls from here on, with gradients on, are of it
-watch(losses)     these are its losses, no more forward calls; the backward pass will bring the gradients
+deliver(number)   a batch is on its way: later forward calls with gradients on belong to it
+watch(losses)     these are its losses: no more forward calls; the backward pass will provide the gradients
 take()            the batches whose backward pass has run since
 """
 
@@ -28,13 +28,13 @@ from salience.signals.ghost import STEP_OVER_FORWARD, Extent, Layer, Size, choos
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """What gradient norms are computed from, settled at the first step."""
+    """The layers that gradient norms are computed from, decided at the first step."""
 
     grad_norm: str
     layers: tuple[str, ...]
     """Names of the layers used; empty if the model has neither Linear nor Conv2d and its output is used instead."""
     of: int
-    """Linear and Conv2d layers that ran on the batch."""
+    """Number of Linear and Conv2d layers that ran on the batch."""
     share: float
     """Predicted operations as a share of those of the step."""
     left_out: tuple[str, ...]
@@ -61,8 +61,8 @@ class _Call:
     gave: torch.Size
     taken: bool = False
     at_once: bool = False
-    """Make its norm as soon as the gradient is there, and let its input go: the layer's only call for this batch, with many
-    positions. Small ones wait for `finish`, which computes them together at half the cost."""
+    """True if its norm is computed as soon as the gradient arrives, which frees the input: for the layer's only call for this
+    batch, with many positions. Small ones wait for `finish`, which computes them together at half the cost."""
     gradient: Tensor | None = None
 
 
@@ -70,8 +70,8 @@ class _Call:
 class BackwardStep:
     """One batch on its way through the model.
 
-    Only the hooks in its autograd graph hold it, so that it is gone with the graph when no backward pass comes; the first
-    gradient of the losses puts it on the list of what is done.
+    Only the hooks in its autograd graph hold it, so it disappears with the graph if there is no backward pass; the first
+    gradient of the losses puts it on the list of finished batches.
     """
 
     done: list[BackwardStep]
@@ -85,7 +85,7 @@ class BackwardStep:
     """d(what was differentiated) / d(loss of the sample): weights, means and a gradient scaler in one, [B]."""
     squares: list[Tensor] = field(default_factory=list[Tensor])
     ratio: Tensor | None = None
-    """Median over the samples of |gradient|^2 over that of the last layer, once finished; None where that is no Linear."""
+    """Median over samples of |gradient|^2 divided by that of the last layer, once finished; None if that is not a Linear."""
     trouble: Exception | None = None
     seconds: float = 0.0
 
@@ -105,7 +105,7 @@ class BackwardStep:
             self.seconds += time.perf_counter() - begin
 
     def _add(self, calls: list[_Call]) -> None:
-        """Enter the squared norms of one layer; a failure must not stop the user's backward pass."""
+        """Add the squared norms of one layer; a failure must not stop the user's backward pass."""
         try:
             pairs = [(call.given, call.gradient) for call in calls if call.gradient is not None]
             layer = calls[0].layer
@@ -136,7 +136,7 @@ class BackwardStep:
 
 
 class Attached:
-    """Hooks on a model's layers. They hold it weakly: it dies with its loader, and the hooks with it."""
+    """Hooks on a model's layers. They refer to this object weakly: it dies with its loader, and the hooks with it."""
 
     def __init__(
         self, model: nn.Module, *, grad_norm: Extent | None = None, every: int = 1, features: bool = False
@@ -157,7 +157,7 @@ class Attached:
         """True if the model's own output is used, for lack of layers."""
         self._chosen: frozenset[str] | None = None
         self._waiting = 0
-        """Batches delivered whose losses have not come: more than one where a loop fetches ahead."""
+        """Delivered batches whose losses have not arrived: more than one if a loop fetches ahead."""
         self._counts = False
         """True if norms are computed in this step."""
         self._step: BackwardStep | None = None
@@ -173,7 +173,7 @@ class Attached:
         self._remove.atexit = False
 
     def detach(self) -> None:
-        """Remove every hook and forget what is under way."""
+        """Remove all hooks and forget batches in progress."""
         self._remove()
         self._step = self._seen = None
         self._done.clear()
@@ -189,7 +189,7 @@ class Attached:
         self._step = BackwardStep(self._done) if self._waiting and (self._counts or self._features) else None
 
     def forwarded(self, name: str, module: nn.Module, given: tuple[Any, ...], gave: Any) -> None:
-        """A layer ran."""
+        """Record a forward call of a layer."""
         step = self._step
         if step is None or not torch.is_grad_enabled():
             return
@@ -208,7 +208,7 @@ class Attached:
     def watch(
         self, losses: Tensor, ids: npt.NDArray[np.int64], kept: Tensor | None = None, *, window: int
     ) -> Choice | None:
-        """The losses of the samples `ids` (or of the positions `kept` of them). Returns the choice if it was made now."""
+        """Take the losses of the samples `ids` (or of the positions `kept` of them). Returns the choice if it was made now."""
         step = self._step
         self._waiting = max(0, self._waiting - 1)
         self._open()
@@ -229,18 +229,18 @@ class Attached:
         return choice
 
     def take(self) -> list[BackwardStep]:
-        """The batches whose backward pass has run since this was called last."""
+        """The batches whose backward pass has run since the last call."""
         done = self._done.copy()
         self._done.clear()  # steps under way share the list
         return done
 
     def take_features(self) -> Tensor | None:
-        """Penultimate features of the batch whose losses came last, float32 [B, 128] of norm 1; None where there are none."""
+        """Penultimate features of the batch whose losses arrived last, float32 [B, 128] of norm 1; None if there are none."""
         seen, self._seen = self._seen, None
         return None if seen is None else features_of(seen)
 
     def _choose(self, calls: Mapping[str, list[_Call]]) -> Choice:
-        """Settle which layers are taken; the hooks of the others go."""
+        """Decide which layers to use, and remove the hooks of the others."""
         assert self._extent is not None
         sizes: dict[str, Size] = {}
         for name, (call, *_) in calls.items():
@@ -275,7 +275,7 @@ def _supported(module: nn.Module) -> bool:
 
 
 def _fits(call: _Call, rows: tuple[int, int]) -> bool:
-    """True if the layer's input has as many samples as were delivered, or as there are losses."""
+    """True if the layer's input has the number of samples delivered, or the number of losses."""
     shape = call.given.shape
     axes = 4 if isinstance(call.layer, nn.Conv2d) else 2 if call.layer is not None else 1
     return len(shape) >= axes and shape[0] in rows

@@ -1,6 +1,6 @@
-"""Small models that learn beside the attached one: what they overhear of its input, and how they are trained.
+"""Small models that learn beside the attached one: how they get its input, and how they are trained.
 
-deliver()            a batch is on its way: what the attached model is given from here on is its input
+deliver()            a batch is on its way: the attached model's next input belongs to it
 take(ids, ...)       that input, one row for each of the batch's losses
 """
 
@@ -20,11 +20,11 @@ from salience.errors import ConfigError, StateError
 
 
 class Listening:
-    """The first tensor the attached model is given, batch by batch. The hook on that model holds this weakly."""
+    """The first tensor that the attached model receives, batch by batch. The hook on that model refers to this weakly."""
 
     def __init__(self, beside: nn.Module) -> None:
         self._waiting = 0
-        """Batches delivered whose losses have not come: more than one where a loop fetches ahead."""
+        """Delivered batches whose losses have not arrived: more than one if a loop fetches ahead."""
         self._given: Tensor | None = None
         hook = beside.register_forward_pre_hook(WeakHook(self.listen), with_kwargs=True)
         self.close = weakref.finalize(self, hook.remove)
@@ -35,15 +35,15 @@ class Listening:
         self._waiting += 1
 
     def listen(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """The attached model runs: its last call with gradients on before the losses is that of the batch."""
+        """Record the input of the attached model: its last call with gradients on before the losses belongs to the batch."""
         if self._waiting and torch.is_grad_enabled():
             found = first_tensor((*given, *named.values()))
             self._given = None if found is None else found.detach()
 
     def take(self, ids: npt.NDArray[np.int64], count: int, kept: Tensor | None, like: Tensor) -> Tensor | None:
-        """The input of `count` samples: all `ids`, or the positions `kept` of them, on the device and in the type of `like`.
+        """The input of `count` samples (all `ids`, or the positions `kept` of them), on the device and in the type of `like`.
 
-        None where the attached model was not given as many samples.
+        None if the attached model received a different number of samples.
         """
         given, self._given = self._given, None
         self._waiting = max(0, self._waiting - 1)
@@ -55,7 +55,7 @@ class Listening:
 
 
 class Learner:
-    """A small model and the optimizer that trains it; by default SGD with momentum, at a rate that is not scheduled."""
+    """A small model and the optimizer that trains it; by default SGD with momentum, at a constant rate."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Learner:
         *,
         rate: float,
     ) -> None:
-        """`name` is what messages call it; it must not share parameters with the `others`."""
+        """`name` is used in messages; the model must not share parameters with the `others`."""
         mine = list(model.parameters())
         if not mine:
             raise ConfigError(f"The {name} ({type(model).__name__}) has no parameters; there is nothing to train.")
@@ -95,7 +95,7 @@ class Learner:
 
 
 class WeakHook:
-    """A hook on a model that holds the object behind it weakly. A copied or unpickled model gets a hook that does nothing."""
+    """A hook on a model with a weak reference to the object behind it. In a copied or unpickled model it does nothing."""
 
     def __init__(self, method: Callable[..., None] | None = None, *first: Any) -> None:
         """`method` is called with `first` before what PyTorch passes."""
@@ -112,7 +112,7 @@ class WeakHook:
 
 
 def first_tensor(output: Any) -> Tensor | None:
-    """A tensor, or the first one in a tuple, list or dictionary."""
+    """The value if it is a tensor, or the first tensor in a tuple, list or dictionary."""
     if isinstance(output, Tensor):
         return output
     several: Any = output.values() if isinstance(output, Mapping) else output

@@ -1,4 +1,4 @@
-"""Penultimate features: what the last Linear was given, as a short vector of norm 1 per sample."""
+"""Penultimate features: the input of the last Linear, as a short vector of norm 1 per sample."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def features_of(given: Tensor) -> Tensor:
     """float32 [B, FEATURE_WIDTH] of norm 1, from the input [B, ..., D] of a layer: the mean over its middle axes.
 
     Wider ones are projected by a fixed Gaussian matrix, which keeps angles up to about 1 / sqrt(FEATURE_WIDTH) (Johnson
-    and Lindenstrauss 1984); narrower ones are filled up with zeros.
+    and Lindenstrauss 1984); narrower ones are padded with zeros.
     """
     with torch.no_grad(), torch.autocast(given.device.type, enabled=False):
         x = torch.atleast_2d(given.detach().float())
@@ -28,6 +28,6 @@ def features_of(given: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _projection(width: int, device: torch.device) -> Tensor:
-    """The same for every run, rank and device."""
+    """The projection matrix, the same for every run, rank and device."""
     generator = torch.Generator().manual_seed(width)
     return (torch.randn(width, FEATURE_WIDTH, generator=generator) / FEATURE_WIDTH**0.5).to(device)

@@ -1,7 +1,7 @@
 """Per-sample gradient norms of Linear and Conv2d layers, without one backward pass per sample ("ghost norms").
 
-A layer was given a_t and the loss has the gradient g_t for what it gave, at T positions t of one sample: tokens, pixels
-of the output (a_t is then the patch under the kernel), or one position for a Linear on [B, D]. The gradients of weight
+A layer has the input a_t, and the loss has the gradient g_t with respect to its output, at T positions t of one sample: tokens,
+pixels of the output (a_t is then the patch under the kernel), or one position for a Linear on [B, D]. The gradients of weight
 and bias are sum_t g_t a_t^T and sum_t g_t, with D inputs and O outputs per position, so
 
     |grad weight|^2 = sum_{t,s} (a_t . a_s)(g_t . g_s)       Gram form, T^2 (D + O) operations
@@ -29,11 +29,11 @@ Extent = Literal["auto", "all", "last"]
 MAX_SHARE_OF_STEP = 0.1
 """Largest share of a step's operations that "auto" may spend."""
 STEP_OVER_FORWARD = 3
-"""Operations of a training step over those of its forward pass: the gradients of inputs and of weights cost one each."""
+"""Operations of a training step divided by those of its forward pass: gradients of inputs and of weights cost one each."""
 MULTIPLICATIONS_PER_COPY = 64
 """Multiplications that take as long as copying one number into a patch (measured on one core)."""
 MAX_NUMBERS_HELD = 1 << 24
-"""Most numbers held at once while norms are computed; larger batches go through in parts."""
+"""Maximum count of numbers held while norms are computed; larger batches are processed in parts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,9 +86,9 @@ def size_of(layer: Layer, given: Sequence[int], gave: Sequence[int]) -> Size:
 
 
 def choose(sizes: Mapping[str, Size], extent: Extent) -> tuple[str, ...]:
-    """Layers to take, given all in the order in which they run.
+    """The layers to use, given all of them in the order in which they run.
 
-    "all" takes all of them, "last" the last one, and "auto" goes from the end backwards while the norms cost at most
+    "all" means all of them, "last" the last one, and "auto" goes from the end backwards while the norms cost at most
     `MAX_SHARE_OF_STEP` of the step.
     """
     names = list(sizes)
@@ -106,8 +106,8 @@ def choose(sizes: Mapping[str, Size], extent: Extent) -> tuple[str, ...]:
 def squared_norms(layer: Layer, calls: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """|gradient|^2 of the layer's trainable parameters for each sample, [B], float32 or better.
 
-    `calls` are (input, gradient of the output), batch first. Of several calls the gradients add up, which is the
-    same as more positions in one call.
+    `calls` are (input, gradient of the output), batch first. The gradients of several calls add up, which is the same as
+    more positions in one call.
     """
     if torch.is_autocast_enabled(calls[0][0].device.type):
         with torch.autocast(calls[0][0].device.type, enabled=False):

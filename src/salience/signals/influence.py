@@ -1,7 +1,7 @@
 """Influence: would training on this sample have lowered or raised the loss of validation samples? (TracIn)
 
-The gradient of cross-entropy in the last Linear is (p - y) h^T, with the prediction p, the label y and what the layer is given,
-h. TracIn (Pruthi et al. 2020) adds up the inner products of a sample's gradient with those of validation samples, over several
+The gradient of cross-entropy in the last Linear is (p - y) h^T, with the prediction p, the label y and the layer's input h.
+TracIn (Pruthi et al. 2020) adds up the inner products of a sample's gradient with those of validation samples, over several
 checkpoints of one run; over all validation samples v that is one product with their mean G:
 
     influence_i = mean_v <r_i h_i^T, r_v h_v^T> = r_i^T G h_i,   r = p - y,   G = mean_v r_v h_v^T
@@ -29,18 +29,18 @@ from salience.signals.scorer import LastLinear
 
 Ids = npt.NDArray[np.int64]
 MIN_VALIDATION_PER_CLASS = 5
-"""Validation samples per class below which influence is refused: it would be the opinion of a handful."""
+"""Minimum number of validation samples per class; influence by fewer would be arbitrary."""
 
 
 def validation_direction(h: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """G = mean_v r_v h_v^T, [C, D], and the mean of h that was taken off, [D]; r_v = 1/C - y_v, everything of norm 1."""
+    """G = mean_v r_v h_v^T, [C, D], and the mean of h that was subtracted, [D]; r_v = 1/C - y_v, all vectors with norm 1."""
     centre = h.mean(0)
     r = F.normalize(1 / classes - F.one_hot(targets, classes).to(h.dtype))
     return r.T @ F.normalize(h - centre) / len(h), centre
 
 
 def influence_on(direction: Tensor, centre: Tensor, h: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
-    """How far a step on each sample would go along with the validation samples, from -1 to 1, [B]; below 0 it does harm."""
+    """How much a step on each sample would help the validation samples, from -1 to 1, [B]; negative values harm."""
     r = F.normalize(logits.softmax(1) - F.one_hot(targets, logits.shape[1]))
     return ((r @ direction) * F.normalize(h - centre)).sum(1)
 
@@ -61,9 +61,9 @@ class Influence:
         *,
         device: torch.device | str = "cpu",
     ) -> None:
-        """One checkpoint: `batches` gives (ids, inputs, integer targets), `validation` inputs and right targets.
+        """Add one checkpoint: `batches` yields (ids, inputs, integer targets), `validation` inputs and trusted targets.
 
-        The model is asked in evaluation mode, and left in the mode it was in.
+        The model is run in evaluation mode, and returned to its previous mode.
         """
         last, training = LastLinear(model), model.training
         ask = _asker(model.eval(), last, torch.device(device))
@@ -90,9 +90,9 @@ class Influence:
 
     @property
     def score(self) -> npt.NDArray[np.float32]:
-        """Harm first: minus the mean influence over the checkpoints, float32 [n], from -1 to 1; NaN where never asked.
+        """Harm first: minus the mean influence over the checkpoints, float32 [n], from -1 to 1; NaN where not computed.
 
-        As `reference=` it is read by the scores `proxy` and `cscore`; the largest values are suspected labels.
+        Pass it as `reference=` for the scores `proxy` and `cscore`; the largest values are suspected labels.
         """
         times = np.where(self._times > 0, self._times, np.nan)
         return (-self._total / times).astype(np.float32)
@@ -101,7 +101,7 @@ class Influence:
 def _asker(
     model: nn.Module, last: LastLinear, device: torch.device
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """From inputs and targets to what the last Linear is given, logits and targets."""
+    """A function from inputs and targets to the input of the last Linear, logits and targets."""
 
     def ask(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = model(x.to(device)).float()

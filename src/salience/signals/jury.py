@@ -1,11 +1,11 @@
-"""A jury: two small models trained beside the attached one, each on its half of the samples, that judge all of them.
+"""A jury: two small models trained beside the attached one, each on its own half of the samples, that judge all of them.
 
-Every sample is trained on by one of the two and held out by the other, for the whole run. A wrong label that the one learns by
-heart is news to the other: what both say is evidence that the model itself cannot give.
+For the whole run, every sample is trained on by one of the two and held out from the other. A wrong label that one learns by
+heart surprises the other: together they give evidence that the model itself cannot give.
 
 deliver()                  a batch is on its way
-sit(targets, ids, kept)    each model makes a step on its half of the batch and looks at the other half
-enter()                    what they said goes into two ledgers: `trained` and `held_out`
+sit(targets, ids, kept)    each model makes a step on its half of the batch and evaluates the other half
+enter()                    the results go into two ledgers: `trained` and `held_out`
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Juror = nn.Module | tuple[nn.Module, torch.optim.Optimizer]
 
 
 class Jury:
-    """Two models, their optimizers, and what they said."""
+    """Two models, their optimizers, and their results."""
 
     def __init__(self, beside: nn.Module, jurors: Sequence[Juror], n: int, seed: int) -> None:
         if len(jurors) != 2:
@@ -47,17 +47,12 @@ class Jury:
             self.learners.append(Learner("juror", model, optimizer, [beside, *self.models], rate=LEARNING_RATE))
             self.models.append(model)
         self.outside: npt.NDArray[np.int8] = generator(seed, TIES, n, 2).integers(0, 2, n).astype(np.int8)
-        """Which of the two holds out each sample, int8 [n]."""
+        """Which of the two each sample is held out from, int8 [n]."""
         self.trained, self.held_out = Ledger(n), Ledger(n)
         self._said: list[tuple[Ledger, npt.NDArray[np.int64], int, tuple[str, ...], Tensor]] = []
-        """Ledger, ids, window, row names and values of what is not entered yet."""
+        """Ledger, ids, window, row names and values of results that are not entered yet."""
         self._listening = Listening(beside)
         self.deliver, self.close = self._listening.deliver, self._listening.close
-
-    @property
-    def sits(self) -> bool:
-        """False after `close`."""
-        return self._listening.close.alive
 
     def sit(
         self,
@@ -70,7 +65,7 @@ class Jury:
     ) -> bool:
         """One step of each juror on the mean cross-entropy of its half; negative targets and `stand_ins` are left out.
 
-        Returns False where the attached model was not given as many samples.
+        Returns False if the attached model received a different number of samples.
         """
         like = next(self.models[0].parameters())
         given = self._listening.take(ids, len(targets), kept, like)
@@ -99,7 +94,7 @@ class Jury:
         return True
 
     def enter(self) -> None:
-        """Bring what was said since the last call to the host and into the ledgers."""
+        """Copy the results since the last call to the host, and enter them into the ledgers."""
         for ledger, ids, window, names, values in self._said:
             rows = dict(zip(names, values.cpu().numpy(), strict=True))
             labelled = rows["target"] >= 0
@@ -110,7 +105,7 @@ class Jury:
         self._said.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """The models; the two ledgers have states of their own."""
+        """State of the models; the two ledgers have states of their own."""
         self.enter()
         states = [learner.state_dict() for learner in self.learners]
         return {f"{part}s": [state[part] for state in states] for part in ("model", "optimizer")}

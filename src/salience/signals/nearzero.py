@@ -1,10 +1,10 @@
-"""Which share of each sample's gradient is near zero, layer by layer, and from which loss on it is not.
+"""The share of each sample's gradient that is near zero, layer by layer, and the loss above which it is not.
 
-For every sample i of a probe g_i = d loss_i / d parameters is made on its own (torch.func), and counted:
+For every sample i of a probe, g_i = d loss_i / d parameters is computed separately (torch.func), and counted:
 
     share[i, layer] = entries of g_i in that layer with |g| < tiny / entries of that layer
 
-A sample whose gradient is near zero everywhere teaches nothing; the loss that tells such samples from others is
+A sample whose gradient is near zero everywhere teaches nothing; the loss that separates such samples from others is
 `learnt_loss`.
 """
 
@@ -21,18 +21,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 TINY = 1e-4
-"""Entries of a gradient under this count as near zero."""
+"""Entries of a gradient below this count as near zero."""
 LEARNT = 0.9
-"""Share of entries near zero from which on a sample counts as learnt."""
+"""A sample counts as learnt if at least this share of its entries is near zero."""
 NUMBERS_AT_ONCE = 1 << 26
-"""Entries of per-sample gradients that are held at once."""
+"""Maximum number of entries of per-sample gradients in memory at once."""
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class NearZero:
-    """What a probe found, over B samples."""
+    """The result of a probe over B samples."""
 
     losses: Floats
     """Loss of each sample, float64 [B]."""
@@ -86,7 +86,7 @@ def near_zero(model: nn.Module, inputs: Tensor, targets: Tensor, *, tiny: float 
 def learnt_loss(losses: Floats, shares: Floats, *, learnt: float = LEARNT) -> float | None:
     """The largest loss at which a share of `learnt` or more of the gradient is near zero; None if there is none.
 
-    Shares fall with the loss but for chance, so they are replaced by the closest falling sequence (isotonic regression):
+    Shares fall with the loss except for chance, so they are replaced by the closest falling sequence (isotonic regression):
     fit_i = min over s <= i of max over t >= i of mean(share_s .. share_t), samples in the order of their losses.
     """
     order = np.argsort(losses, kind="stable")
@@ -102,6 +102,6 @@ def learnt_loss(losses: Floats, shares: Floats, *, learnt: float = LEARNT) -> fl
 
 
 def by_loss(losses: Floats, shares: Floats, bins: int = 8) -> tuple[list[float], list[float]]:
-    """Mean loss and mean share of `bins` groups of equally many samples, in the order of their losses."""
+    """Mean loss and mean share of `bins` groups of equal size, in the order of their losses."""
     groups = [part for part in np.array_split(np.argsort(losses, kind="stable"), bins) if len(part)]
     return [float(losses[part].mean()) for part in groups], [float(shares[part].mean()) for part in groups]

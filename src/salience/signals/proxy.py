@@ -1,7 +1,7 @@
-"""A small model trained beside the attached one, on the same batches: its losses are a reference of the run's own.
+"""A small model trained beside the attached one, on the same batches: its losses are a reference made by the run itself.
 
 deliver()                    a batch is on its way
-train(targets, ids, kept)    a step of the small model on its input; the losses it had before the step are kept
+train(targets, ids, kept)    a step of the small model on its input; its losses before the step are kept
 enter()                      those losses go into `losses`
 """
 
@@ -37,8 +37,8 @@ class Proxy:
     ) -> bool:
         """One step on the mean cross-entropy of the samples `ids` (or of the positions `kept` of them).
 
-        Positions in `stand_ins` hold another sample than their id says; they are left out.
-        Returns False where the attached model was not given as many samples. Nothing here waits for the device.
+        Positions in `stand_ins` hold a different sample from the one their id names; they are left out. Returns False if the
+        attached model received a different number of samples. Nothing here waits for the device.
         """
         like = next(self.learner.model.parameters())
         given = self._listening.take(ids, len(targets), kept, like)
@@ -55,7 +55,7 @@ class Proxy:
         return True
 
     def enter(self) -> None:
-        """Bring the losses since the last call to the host; for a sample that occurs twice, the later one counts."""
+        """Copy the losses since the last call to the host; for a sample that occurs twice, the later one counts."""
         if self._pending:
             ids = np.concatenate([ids if kept is None else ids[kept.cpu().numpy()] for ids, kept, _ in self._pending])
             losses = torch.cat([losses for _, _, losses in self._pending]).cpu().numpy()

@@ -1,4 +1,4 @@
-"""A scorer that works where the bytes are, in a process of its own, and talks with the run through a folder both reach.
+"""A scorer that works near the data, in a separate process, and communicates with the run through a shared folder.
 
     the run, at a window's start                          `salience score`, near the store
     ask()    question.pt: ids, weights, window       ->   takes the newest one, at most every `interval` seconds
@@ -26,15 +26,15 @@ from salience.signals.scorer import SCORE_ROWS, Found, Ids, LastLinear, score
 QUESTION, SCORES = "question.pt", "scores-*.npz"
 QUESTION_FORMAT, SCORES_FORMAT = "salience-question-1", "salience-scores-1"
 SAMPLES_PER_FILE = 4096
-"""Samples whose scores are sent back together."""
+"""Number of samples whose scores are sent back together."""
 SECONDS_BETWEEN_LOOKS = 0.5
 
 Samples = Callable[[Ids], Any]
-"""From ids to a collated batch (inputs, ..., integer targets)."""
+"""A function from ids to a collated batch (inputs, ..., integer targets)."""
 
 
 class RemoteScorer:
-    """The far scorer, seen from the run: the same as a `Scorer`, for a process that somebody else starts."""
+    """The remote scorer, seen from the run: like a `Scorer`, but its process is started elsewhere."""
 
     def __init__(self, model: nn.Module, folder: str | Path, *, n: int) -> None:
         self.folder, self._model, self._n = Path(folder), model, n
@@ -47,7 +47,7 @@ class RemoteScorer:
         self._window = -1
 
     def take(self) -> Found:
-        """The scores of the earliest window that has new ones; PluginError where they cannot be of this run."""
+        """The scores of the earliest window that has new ones; raises PluginError if they cannot belong to this run."""
         files = sorted(self.folder.glob(SCORES))
         first = next((path.name.split("-")[1] for path in files), "")
         found: list[Found] = []
@@ -74,7 +74,7 @@ class RemoteScorer:
         return ids, values, int(window)
 
     def ask(self, ids: Ids, *, window: int) -> None:
-        """Leave a question: these samples, with the weights as they are now. One not taken yet is replaced."""
+        """Leave a question: these samples, with the current weights. A question not taken yet is replaced."""
         self._window = window
         self._write({"ids": torch.from_numpy(ids.copy()), "model": self._model.state_dict(), "window": window})
 
@@ -102,7 +102,7 @@ def answer(
 ) -> int:
     """Answer the questions of a run until it is over; returns how many samples were scored.
 
-    A question that comes meanwhile is taken `interval` seconds after the last one; what was left of that is given up.
+    A new question is taken `interval` seconds after the last one at the earliest; the rest of the old one is dropped.
     """
     folder, model = Path(folder), model.to(device).eval()
     last, scored, asked, taken = LastLinear(model), 0, -1, -interval
@@ -132,7 +132,7 @@ def answer(
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """The question in that file, never running code from it; None where there is none."""
+    """The question in that file, never running code from it; None if there is none."""
     try:
         question: Any = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:

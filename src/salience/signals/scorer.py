@@ -1,12 +1,12 @@
-"""A background scorer: one process of low priority that runs a snapshot of the model over samples that are not visited.
+"""A background scorer: a process with low priority that runs a snapshot of the model over samples that are not visited.
 
     the run, at a window's start                      the scorer
     take()   the scores finished since then      <-   values[:, :done]
     ask(ids) weights and ids into shared memory  ->   copies them, counts `taken` up, scores batch by batch
 
-Neither side waits or locks. The run writes weights and ids only while the scorer has taken what it was asked before,
-and the scorer reads them only until it has; the pipe carries a few bytes per window, and its end tells each that the other is
-gone. What is unfinished when the next question comes is given up.
+Neither side waits or locks. The run writes weights and ids only once the scorer has taken the previous question, and the
+scorer reads them only until it has taken it. The pipe carries a few bytes per window; when it closes, the other side is gone.
+Work that is unfinished when the next question arrives is dropped.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ Found = tuple[Ids, npt.NDArray[np.float32], int]
 """Ids, their SCORE_ROWS and the window at whose start they were asked for."""
 
 MAX_REFRESH_SHARE = 0.25
-"""Largest share of the samples not picked in a window that is scored in it: the refresh set."""
+"""Largest share of the unpicked samples that is scored in a window: the refresh set."""
 SCORE_ROWS = (*LOGIT_ROWS, "forward_norm")
-"""What comes back for each sample."""
+"""The values returned for each sample."""
 SECONDS_WITHOUT_SCORE = 300.0
-"""Seconds without a single score after which the scorer is given up."""
+"""The scorer is switched off after this many seconds without a single score."""
 
 
 def stalest(
     picked: Ids, last_seen: npt.NDArray[np.int32], rng: np.random.Generator, *, share: float = MAX_REFRESH_SHARE
 ) -> Ids:
-    """Of the samples that are not `picked`, the `share` not seen for longest, longest first, equal ones at random, int64."""
+    """The `share` of the samples not `picked` that have waited longest, longest first, with ties at random, int64."""
     rest = np.ones(len(last_seen), dtype=bool)
     rest[picked] = False
     ids = rng.permutation(np.flatnonzero(rest))
@@ -55,7 +55,7 @@ def stalest(
 
 
 class LastLinear:
-    """What the Linear that runs last in a model's forward pass is given."""
+    """Captures the input of the Linear that runs last in a model's forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
         self.given: Tensor | None = None
@@ -67,7 +67,7 @@ class LastLinear:
         self.given, self.bias, self.width = given[0], float(len([*module.parameters()]) > 1), module.out_features
 
     def remove(self) -> None:
-        """Take the hooks off the model again."""
+        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
@@ -75,8 +75,8 @@ class LastLinear:
 def forward_norm(logits: Tensor, targets: Tensor, given: Tensor | None, bias: float = 1.0) -> Tensor:
     """Norm of the gradient of cross-entropy in the last Linear, |p - y| sqrt(|h|^2 + 1), from a forward pass alone, [B].
 
-    h is what that layer was given. It ranks samples nearly as the norm over all layers does (benchmarks/criteria_grand.py).
-    NaN where the last Linear did not make these logits from one vector per sample.
+    h is the input of that layer. The order is nearly that of the norm over all layers (benchmarks/criteria_grand.py).
+    NaN if the last Linear did not make these logits from one vector per sample.
     """
     if given is None or given.dim() != 2 or len(given) != len(logits):
         return torch.full((len(logits),), math.nan, device=logits.device)
@@ -101,7 +101,7 @@ def score(model: nn.Module, last: LastLinear, batch: Any, count: int, device: to
 
 
 class _Board:
-    """What both processes see, in one piece of shared memory."""
+    """The data that both processes see, in one block of shared memory."""
 
     def __init__(self, weight_bytes: int, most: int) -> None:
         size = 8 * (2 + most) + 4 * len(SCORE_ROWS) * most
@@ -116,16 +116,16 @@ class _Board:
         after = 16 + 8 * most
         end = after + 4 * len(SCORE_ROWS) * most
         self.counts = whole[:16].view(torch.int64)
-        """Questions taken and samples done, int64 [2]; only the scorer writes it."""
+        """Number of questions taken and of samples done, int64 [2]; only the scorer writes it."""
         self.ids = whole[16:after].view(torch.int64)
-        """Ids asked for, int64 [most]."""
+        """Ids to score, int64 [most]."""
         self.values = whole[after:end].view(torch.float32).view(len(SCORE_ROWS), most)
         """Scores of the first `done` of them, float32 [rows, most]."""
         self.weights = whole[_aligned(end) :]
-        """Parameters and buffers one after the other, uint8."""
+        """All parameters and buffers in a row, uint8."""
 
     def places(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Where the values of each of `tensors` stand in `weights`."""
+        """Position of the values of each of `tensors` in `weights`."""
         found: list[Tensor] = []
         start = 0
         for tensor in tensors:
@@ -136,7 +136,7 @@ class _Board:
 
 
 class Scorer:
-    """The process, seen from the run. Every failure is a PluginError of `take` or `ask`; then `close` it."""
+    """The scorer's process, seen from the run. Every failure raises PluginError in `take` or `ask`; then `close` it."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class Scorer:
         device: torch.device | str = "cpu",
         patience: float = SECONDS_WITHOUT_SCORE,
     ) -> None:
-        """`data` gives the samples of an Order at once, `collate` makes a BatchEnvelope of them (`salience.batches`)."""
+        """`data` returns the samples of an Order at once, `collate` makes a BatchEnvelope of them (`salience.batches`)."""
         self._tensors = _tensors(model)
         self._board = _Board(sum(map(_room, self._tensors)), math.ceil(MAX_REFRESH_SHARE * n))
         self._places = self._board.places(self._tensors)
@@ -165,12 +165,12 @@ class Scorer:
 
     @property
     def done(self) -> int:
-        """How many of the samples last asked for are scored so far."""
+        """Number of samples of the last question that are scored so far."""
         taken, done = self._board.counts.tolist()
         return done if taken == self._asked else 0
 
     def take(self) -> Found:
-        """Ids, their SCORE_ROWS [rows, m] and the window at whose start they were asked for: what is there, however little."""
+        """The results so far: ids, their SCORE_ROWS [rows, m], and the window at whose start they were asked for."""
         try:
             if self._child.pipe.poll():  # it never sends but when it fails
                 self._child.receive()
@@ -186,7 +186,7 @@ class Scorer:
         return self._ids[new], self._board.values[:, new].numpy().copy(), self._window
 
     def ask(self, ids: Ids, *, window: int) -> None:
-        """Score these with the current weights; does nothing while the last question is still being taken."""
+        """Ask for scores of these samples with the current weights; does nothing while the last question is being taken."""
         if int(self._board.counts[0]) != self._asked or not len(ids):
             return
         fence()  # what was asked before has been taken
@@ -205,7 +205,7 @@ class Scorer:
 def _work(
     pipe: Any, copied: bytes, data: Any, collate: Any, board: _Board, batch_size: int, device: torch.device
 ) -> None:
-    """The process: one thread, lowest priority; it ends when the pipe does."""
+    """The main function of the process: one thread, lowest priority; it ends when the pipe closes."""
     os.nice(19)
     torch.set_num_threads(1)
     # Pickled by our own parent a moment ago.
@@ -238,7 +238,7 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 
 def _room(tensor: Tensor) -> int:
-    """Bytes, up to where the next tensor of any type may begin."""
+    """Bytes rounded up to where the next tensor of any type may begin."""
     return _aligned(tensor.numel() * tensor.element_size())
 
 

@@ -1,4 +1,4 @@
-"""Treat: turns what was read into tensors, and decides how much of that work each sample deserves."""
+"""Treat: turns the data that was read into tensors, and decides how much of that work each sample deserves."""
 
 from salience.treat.config import Treat
 from salience.treat.stages import Stage

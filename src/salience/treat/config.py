@@ -1,4 +1,4 @@
-"""How samples are treated, as a value."""
+"""How samples are augmented, as a value."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ Kind = Literal["fresh", "reuse", "echo", "auto"]
 
 @dataclass(frozen=True, slots=True)
 class Treat:
-    """What is done with the stages of `augment=`; `treat="reuse"` is short for `treat=Treat("reuse")`."""
+    """How the stages of `augment=` are run; `treat="reuse"` is short for `treat=Treat("reuse")`."""
 
     kind: Kind = "fresh"
     """"fresh": every stage runs at every visit. "reuse": an intermediate serves several visits. "echo": several views of
-    each sample that is read. "auto": what the measured times call for."""
+    each sample that is read. "auto": chosen by the measured times."""
     memory: int | str = "2GiB"
     """Bytes of intermediates kept, on each node."""
     split: int | None = None
-    """Number of stages before the intermediate; None = what saves most."""
+    """Number of stages before the intermediate; None = the number that saves most."""
     r_max: int = 4
-    """Most visits made from one intermediate."""
+    """Maximum number of visits made from one intermediate."""
     views: int | Literal["auto"] | Callable[[float], float] = "auto"
-    """Mean number of views per sample under "echo"; "auto" derives it from the measured times, a function from progress."""
+    """Mean number of views per sample for "echo"; "auto" derives it from measured times, a function from progress."""
     distance: int = 2
-    """Fewest batches between two views of a sample."""
+    """Minimum number of batches between two views of a sample."""
     strength: bool = False
-    """Stages that take a keyword `strength` get the sample's importance, from 0 to 1."""
+    """Pass the sample's importance, from 0 to 1, to stages with a keyword `strength`."""
     adapt: bool = False
-    """Stages with a curve become stronger where training leaves validation behind, and weaker where it does not."""
+    """Stages with a curve become stronger if training accuracy leaves validation behind, and weaker if it does not."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -59,4 +59,4 @@ class Treat:
 
 
 MOST_VIEWS = 16
-"""Most views of one sample in one window."""
+"""Maximum number of views of one sample in one window."""

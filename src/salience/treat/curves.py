@@ -2,7 +2,7 @@
 
     amount of a stage = its curve at the run's progress * the strength that adapts      each from 0 to 1
 
-The classic is to fade augmentation out near the end, so that the model sees the data as they are before it is done.
+The classic is to fade out augmentation near the end, so that the model finally sees the data unchanged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from salience.errors import ConfigError, did_you_mean
 from salience.ledger import Ledger
 
 Curve = Callable[[float], float] | str
-"""A function of the run's progress (0 to 1) that gives an amount (0 to 1), or its name."""
+"""A function from the run's progress (0 to 1) to an amount (0 to 1), or its name."""
 
 FADE_FROM, RISE_UNTIL = 0.7, 0.3
 CURVES: dict[str, Callable[[float], float]] = {
@@ -24,20 +24,20 @@ CURVES: dict[str, Callable[[float], float]] = {
     "rise": lambda progress: min(1.0, progress / RISE_UNTIL),
     "early": lambda progress: float(progress < FADE_FROM),
 }
-"""fade: whole until 70% of the run, then down to nothing. rise: from nothing to whole at 30%. early: off from 70% on."""
+"""fade: full until 70% of the run, then down to zero. rise: from zero to full at 30%. early: off from 70% on."""
 
 AMOUNTS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""What an adapting strength can be."""
+"""The possible values of an adaptive strength."""
 MUCH, LITTLE = 0.05, 0.01
-"""Gaps between training and validation over and under which augmentation becomes stronger and weaker."""
+"""Gap between training and validation above which augmentation becomes stronger, and below which it becomes weaker."""
 RESULTS_TO_MOVE = 2
-"""Results in a row that must agree before it does."""
+"""Number of results in a row that must agree before the strength changes."""
 MIN_JUDGED = 100
-"""Fewer samples with a known guess give no training accuracy."""
+"""Minimum number of samples with a known guess for a training accuracy."""
 
 
 def amount_at(curve: Curve | None, progress: float | None) -> float:
-    """The amount that a curve gives, held to 0 to 1; 1 without a curve, or where progress is not known."""
+    """The amount from a curve, clipped to [0, 1]; 1 without a curve, or if progress is not known."""
     if curve is None or progress is None:
         return 1.0
     value = float(CURVES[curve](progress) if isinstance(curve, str) else curve(progress))
@@ -49,7 +49,7 @@ def amount_at(curve: Curve | None, progress: float | None) -> float:
 
 
 def check_curve(curve: Any) -> None:
-    """Raise ConfigError unless it is a curve."""
+    """Raise ConfigError unless this is a curve."""
     if isinstance(curve, str) and curve not in CURVES:
         raise ConfigError(f"There is no curve {curve!r}.{did_you_mean(curve, CURVES)}")
     if curve is not None and not isinstance(curve, str) and not callable(curve):
@@ -57,25 +57,25 @@ def check_curve(curve: Any) -> None:
 
 
 def training_accuracy(ledger: Ledger, window: int) -> float | None:
-    """Share of the samples visited in `window` or later that the model gave their label; None where too few are known."""
+    """Share of the samples visited in `window` or later that the model classified correctly; None if too few are known."""
     known = (ledger.guess >= 0) & (ledger.label >= 0) & (ledger.last_seen >= window)
     count = int(np.count_nonzero(known))
     return float((ledger.guess[known] == ledger.label[known]).mean()) if count >= MIN_JUDGED else None
 
 
 class Adapting:
-    """A strength that follows the gap between accuracy in training (as augmented) and in validation."""
+    """A strength that follows the gap between training accuracy (as augmented) and validation accuracy."""
 
     def __init__(self) -> None:
         self.amount = 1.0
         self._wish = 0
-        """+n or -n: so many results in a row asked for more or for less."""
+        """+n or -n: the last n results asked for more, or for less."""
 
     def hear(self, training: float, validation: float) -> str:
-        """Take a pair of accuracies; returns why the amount moved, or nothing.
+        """Take a pair of accuracies; returns why the amount changed, or nothing.
 
-        A model that does better in training than in validation learns by heart, and harder views are the remedy. One that does
-        not, although training is augmented, has no use for more.
+        A model that does better in training than in validation learns by heart, and harder views help. A model that does not,
+        although training is augmented, does not need more.
         """
         gap = training - validation
         asked = 1 if gap > MUCH else -1 if gap < LITTLE else 0
@@ -93,7 +93,7 @@ class Adapting:
 
     @property
     def numbers(self) -> list[float]:
-        """What all ranks must agree on."""
+        """The numbers that all ranks must agree on."""
         return [self.amount, float(self._wish)]
 
     @numbers.setter

@@ -29,21 +29,21 @@ class Treatment(NamedTuple):
     window: int
     level: npt.NDArray[np.uint8]
     created: npt.NDArray[np.int32]
-    """Window that seeds the stages before the split, [B]."""
+    """Window whose seed the stages before the split use, [B]."""
     slot: npt.NDArray[np.int64]
     strength: npt.NDArray[np.float32]
     split: int = 0
-    """Stages before the intermediate."""
+    """Number of stages before the intermediate."""
     size: int = 0
-    """Bytes of a slot; 0 = nothing is kept."""
+    """Bytes per slot; 0 = nothing is kept."""
     seed_reads: bool = False
     """True if the data set itself draws random numbers."""
     unread: bool = False
     """True if the cache did not read the samples whose intermediate is reused."""
     progress: float | None = None
-    """How far the run is at this batch, from 0 to 1; None if no stage asks."""
+    """Progress of the run at this batch, from 0 to 1; None if no stage needs it."""
     adapted: float = 1.0
-    """The strength that follows the gap to validation."""
+    """The adaptive strength, which follows the gap to validation."""
 
     @classmethod
     def fresh(cls, count: int, window: int = 0) -> Treatment:
@@ -69,15 +69,15 @@ class BatchReport(NamedTuple):
     """Seconds of reading, of each stage and of intermediates, as in StageTimes."""
     calls: npt.NDArray[np.int64]
     cost_us: npt.NDArray[np.float32]
-    """Microseconds of each sample that was read and ran through every stage, otherwise NaN, [B]."""
+    """Microseconds for each sample that was read and went through every stage, otherwise NaN, [B]."""
     missed: int
-    """Number of intermediates that were to be reused and were not there."""
+    """Number of intermediates that were to be reused but were missing."""
     unfit: int
     """Number of intermediates that could not be stored."""
     broken: dict[int, str]
-    """Position in the batch -> what is wrong with the sample that belongs there."""
+    """Position in the batch -> the reason why the sample that belongs there is broken."""
     counts: dict[str, int]
-    """What was asked of a Source."""
+    """Counts of requests to a Source."""
 
 
 class StagedBatch(NamedTuple):
@@ -94,7 +94,7 @@ class Treated(list[Any]):
 
 
 class StagedDataset(Dataset[Any]):
-    """The data set followed by its stages, asked for a whole order at once. It holds nothing that changes with the window."""
+    """The data set followed by its stages, read a whole order at once. It holds nothing that changes with the window."""
 
     def __init__(
         self, dataset: Any, stages: Sequence[Stage], *, seed: int, strength: bool = False, slots: Slots | None = None
@@ -115,7 +115,7 @@ class StagedDataset(Dataset[Any]):
         return self._taken([int(i)], -1, Treatment.fresh(1))[0]
 
     def take(self, order: Any) -> Treated:
-        """The samples of an order, treated as it says."""
+        """The samples of an order, treated as the order says."""
         ids: list[int] = order.ids.tolist()
         treatment = order.treatment or Treatment.fresh(len(ids))
         if get_worker_info() is not None:
@@ -169,7 +169,7 @@ class StagedDataset(Dataset[Any]):
         return treated
 
     def _taken_up(self, ids: list[int], how: Treatment, times: StageTimes) -> dict[int, tuple[Any, Any]]:
-        """Position -> intermediate and the rest of the sample, for those that are reused and found."""
+        """Position -> intermediate and the rest of the sample, for reused samples that were found."""
         found: dict[int, tuple[Any, Any]] = {}
         if self.slots is None or not how.size:
             return found
@@ -182,7 +182,7 @@ class StagedDataset(Dataset[Any]):
         return found
 
     def _kept(self, k: int, i: int, value: Any, rest: Any, how: Treatment, times: StageTimes) -> bool:
-        """Store the intermediate if the plan says so; False if that cannot be done."""
+        """Store the intermediate if the plan says so; False if that is not possible."""
         if self.slots is None or not how.size or how.level[k] & LEVEL_MASK == FRESH or isinstance(value, Broken):
             return True
         begin = perf_counter()
@@ -202,7 +202,7 @@ class StagedDataset(Dataset[Any]):
         progress: float | None = None,
         adapted: float = 1.0,
     ) -> Any:
-        """The value after stages `start` to `stop`, or a Broken that names the one that failed."""
+        """The value after stages `start` to `stop`, or a Broken that names the stage that failed."""
         if isinstance(value, Broken):
             return value
         for k in range(start, stop):
@@ -220,9 +220,9 @@ class StagedDataset(Dataset[Any]):
     def read(
         self, ids: list[int], ticket: int, seeds: list[int] | None, unread: Sequence[bool] = ()
     ) -> tuple[list[Any], dict[str, int]]:
-        """What the data set gives for each id; for a Source, bytes (or a Broken) with the label.
+        """The data set's sample for each id; for a Source, bytes (or a Broken) with the label.
 
-        The cache has no bytes for `unread` ones, since an intermediate was to be reused: they are read from the store.
+        The cache has no bytes for `unread` samples, whose intermediate was to be reused: they are read from the store.
         """
         if not ids:
             return [], {}

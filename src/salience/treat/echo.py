@@ -1,4 +1,4 @@
-"""Echo: several views, in different batches, of each sample that is read. As many visits as planned, fewer reads."""
+"""Echo: several views of each sample that is read, in different batches. The planned number of visits with fewer reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Ids = npt.NDArray[np.int64]
 
 
 def views_needed(saved: float, rest: float, compute: float, most: int = 4) -> int:
-    """Views per sample for input to keep up with the model: the least e with saved / e + rest <= compute, at most `most`.
+    """Views per sample with which input keeps up with the model: the least e with saved / e + rest <= compute, at most `most`.
 
     Arguments are seconds per batch: `saved` of reading and of the stages before the intermediate, `rest` of those after it,
     each divided by the workers, and `compute` of the loop.
@@ -28,8 +28,8 @@ def views_needed(saved: float, rest: float, compute: float, most: int = 4) -> in
 def views_of(
     importance: npt.NDArray[Any] | None, extra: npt.NDArray[np.int64], mean: int, n: int
 ) -> npt.NDArray[np.int64]:
-    """Views of each sample, int64 [n]: `mean` on average, one less for the lower third of importance and one more for the
-    upper third, and one for each near-copy that was left out (`extra`)."""
+    """Number of views of each sample, int64 [n]: `mean` on average, one less for the lower third of importance, one more for
+    the upper third, and one more for each near-copy that was left out (`extra`)."""
     views = np.full(n, mean, dtype=np.int64)
     if mean > 1 and importance is not None and importance.min() < importance.max():
         views += (importance > 2 / 3).astype(np.int64) - (importance < 1 / 3)
@@ -38,23 +38,23 @@ def views_of(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Echoed:
-    """A plan's visits as views."""
+    """The visits of a plan as views."""
 
     position: npt.NDArray[np.int64]
-    """Where the sample of each visit stood in the plan before, int64 [visits]."""
+    """Position of each visit's sample in the plan before, int64 [visits]."""
     view: npt.NDArray[np.uint8]
     count: npt.NDArray[np.int64]
-    """Views of that sample in this window, int64 [visits]."""
+    """Number of views of that sample in this window, int64 [visits]."""
 
 
 def echo(views: npt.NDArray[np.int64], turn: npt.NDArray[np.int32], *, apart: int, rng: np.random.Generator) -> Echoed:
     """Spread views over as many visits T as the plan has samples; `views` and `turn` are in the plan's order.
 
-    Samples whose `turn` (window of the last reading) is longest ago come first, in the plan's order among equals, until their
-    views fill the plan; the others wait for a later window. View v of sample number t of m stands at
+    Samples whose `turn` (window in which they were last read) is longest ago come first, with ties in the plan's order, until
+    their views fill the plan; the others wait for a later window. View v of sample number t of m stands at
     t / m * (T - (views - 1) g) + g (v + u / 2), u uniform in [0, 1), and visits are in the order of that: a shuffle buffer.
     Near the ends only one view of each sample is in play, so g = 2 (T / m) * apart keeps two views of a sample
-    `apart` visits from each other. Where the plan is too short for that a sample has fewer views.
+    `apart` visits from each other. If the plan is too short for that, a sample has fewer views.
     """
     visits = len(views)
     gap = 2 * float(views.mean()) * apart

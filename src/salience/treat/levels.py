@@ -1,4 +1,4 @@
-"""Which samples get every stage fresh and which reuse an intermediate: pure functions, called when a window is planned."""
+"""Decides which samples go through every stage and which reuse an intermediate: pure functions, used in planning."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from salience.plan import FRESH, REUSED, STORED
 
 Ids = npt.NDArray[np.int64]
 MAX_IDLE_ROUNDS = 4
-"""An intermediate older than MAX_IDLE_ROUNDS * r_max windows that is not wanted now loses its slot."""
+"""An intermediate that is older than MAX_IDLE_ROUNDS * r_max windows and not needed now loses its slot."""
 
 
 def draw_factors(count: int, r_max: int, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
-    """How many visits an intermediate may serve, uint8 [count], by lot: ceil(3 r_max u), at most r_max, u uniform in (0, 1].
+    """Random numbers of visits an intermediate may serve, uint8 [count]: ceil(3 r_max u), at most r_max, u uniform in (0, 1].
 
     So 1 to r_max - 1 have a probability of 1 / (3 r_max) each, and r_max has the rest.
     """
@@ -29,7 +29,7 @@ class ReuseTable:
     slot: npt.NDArray[np.int32]
     """int32 [n]; -1 = none."""
     created: npt.NDArray[np.int32]
-    """Window whose draws the intermediate holds, int32 [n]; -1 = there never was one."""
+    """Window whose random draws the intermediate holds, int32 [n]; -1 = there never was one."""
     uses: npt.NDArray[np.uint8]
     """Visits made from it, including the one that created it, uint8 [n]."""
 
@@ -52,8 +52,8 @@ def assign_slots(
     """Treatment level of each planned sample, uint8 [len(ids)], and the reuse table at the end of the window.
 
     A sample whose intermediate was used fewer times than its `factor`, uint8 [len(ids)], reuses it. All others are made
-    fresh, and those that may be used again get the free slots by lot. The first intermediate of a sample counts as used
-    a random number of times, so that about as many are made again in every window.
+    fresh, and free slots are drawn by lot among those that may be used again. The first intermediate of a sample counts as
+    used a random number of times, so that about the same number is replaced in every window.
     """
     slot, created, uses = table.slot.copy(), table.created.copy(), table.uses.copy()
     again = (slot[ids] >= 0) & (uses[ids] < factor)
@@ -79,12 +79,12 @@ def assign_slots(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitPoint:
-    """Where the intermediate lies: after the first `stages` stages, in slots of `size` bytes."""
+    """Where the intermediate is taken: after the first `stages` stages, stored in slots of `size` bytes."""
 
     stages: int
     size: int
     slots: int
-    """Number of slots there is room for."""
+    """Number of slots that fit into memory."""
 
 
 def choose_split(
@@ -99,8 +99,8 @@ def choose_split(
     """Number of stages after which an intermediate saves most; None if none may be kept, fits, or saves anything.
 
     saved(k) = (seconds of reading and of the first k stages - seconds of storing and loading it) *
-    min(1, memory / (n * bytes(k))): what is saved where there is one, for the share of the samples there is room for. Where
-    memory is short, that is the cost saved per byte. `seconds` [1 + stages] begins with reading; the others [stages] are by k.
+    min(1, memory / (n * bytes(k))): the saving per intermediate, times the share of the samples that fit. If memory is short,
+    that ranks by cost saved per byte. `seconds` [1 + stages] begins with reading; the others [stages] are by k.
     """
     room = memory // np.maximum(sizes, 1)
     saved = (np.cumsum(seconds)[: len(sizes)] - keeping) * np.minimum(1.0, room / n)

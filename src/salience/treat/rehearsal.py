@@ -1,4 +1,4 @@
-"""A rehearsal on a few samples before the run: what stages cost, how large intermediates are, which stages are random."""
+"""A rehearsal with a few samples before the run: the cost of stages, the size of intermediates, and which stages are random."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from salience.treat.slots import Slots, stored_bytes, taken_apart
 from salience.treat.stages import joined, parts
 
 SAMPLES_TRIED, SAMPLES_RUN_TWICE = 8, 2
-"""Number of samples that are tried, and of those that run twice."""
+"""Number of samples that are tried, and how many of these run twice."""
 
 
 class Rehearsal(NamedTuple):
-    """What a few samples showed."""
+    """The measurements on a few samples."""
 
     seconds: Floats
     """Seconds per sample of reading and of each stage, [1 + stages]."""
     sizes: npt.NDArray[np.int64]
     """Bytes of a slot for the largest input of stage k, [stages]."""
     keeping: Floats
-    """Seconds per sample to store that and to load it again, [stages]."""
+    """Seconds per sample to store that input and to load it again, [stages]."""
     random: npt.NDArray[np.bool_]
     """True if reading, or a stage, drew random numbers or gave two results for one sample, [1 + stages]."""
     counts: dict[str, int]
-    """What was asked of a Source."""
+    """Counts of requests to a Source."""
 
 
 def rehearsed(staged: StagedDataset, workers: int, options: dict[str, Any]) -> Rehearsal:
@@ -70,7 +70,7 @@ class _Rehearsing(Dataset[Rehearsal]):
 
 
 def rehearse(staged: StagedDataset, ids: list[int]) -> Rehearsal:
-    """Run these samples; the global generators are left seeded."""
+    """Rehearse with these samples; leaves the global generators seeded."""
     count, pair = len(staged.stages), min(SAMPLES_RUN_TWICE, len(ids))
     random, sizes = np.zeros(count + 1, dtype=bool), np.zeros(count, dtype=np.int64)
     keeping = np.zeros((len(ids), count))

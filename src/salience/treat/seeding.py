@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 FETCH, PREFIX, REST = range(3)
-"""Last element of a path: which part of the work draws."""
+"""Last element of a path: the part of the work that draws."""
 
 
 def sample_seeds(seed: int, *path: int | npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
@@ -34,14 +34,14 @@ def _mixed(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def seed_globals(seed: int) -> None:
-    """Seed the generators transforms use: torch's (of the CPU), NumPy's and Python's."""
+    """Seed the generators that transforms use: those of torch (on the CPU), NumPy and Python."""
     torch.default_generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
     np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002 - the one that transforms draw from
     random.seed(seed)
 
 
 def globals_state() -> tuple[Any, ...]:
-    """The state of those generators, to compare."""
+    """The states of these generators, for comparison."""
     return torch.default_generator.get_state().numpy().tobytes(), _numpy_state(), random.getstate()
 
 
@@ -52,7 +52,7 @@ def _numpy_state() -> tuple[Any, ...]:
 
 @contextmanager
 def own_globals() -> Generator[None]:
-    """Put the user's generators back as they were, for work done in the training process itself."""
+    """Restore the user's generators afterwards, for work in the training process itself."""
     before = torch.default_generator.get_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
     try:
         yield

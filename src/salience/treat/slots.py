@@ -1,8 +1,8 @@
-"""Intermediates in memory that all workers of a node share: slots of one size, in shared memory (`salience.memory`).
+"""Intermediates in memory that all workers of a node share: slots of equal size, in shared memory (`salience.memory`).
 
-The training process says which sample has which slot; workers write and read. A slot says whose intermediate it holds and of
-which window, and what is missing is simply made again, to the same values. So nothing is locked, a worker that dies leaves at
-most an invalid slot behind, and a resumed run needs none of the contents.
+The training process assigns slots to samples; workers write and read them. A slot records the sample and the window of its
+intermediate, and a missing one is simply made again, with the same values. So there are no locks, a worker that dies leaves at
+most one invalid slot behind, and a resumed run does not need the contents.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Slots:
         return True
 
     def get(self, slot: int, size: int, sample: int, window: int) -> tuple[Any] | None:
-        """A copy of what was put there for this sample in that window, in a tuple; None where it is not there."""
+        """A copy of what was stored for this sample in that window, in a tuple; None if it is not there."""
         place = self._data[slot * size : (slot + 1) * size]
         header = place[:SLOT_HEADER_BYTES].view(np.int64)
         if header[0] != sample + 1:
@@ -146,6 +146,6 @@ def taken_apart(value: Any) -> tuple[bytes, list[npt.NDArray[np.uint8]]]:
 
 
 def stored_bytes(value: Any) -> int:
-    """Bytes of the slot that an intermediate needs."""
+    """Size in bytes of a slot for this intermediate."""
     head, buffers = taken_apart(value)
     return SLOT_HEADER_BYTES + _laid_out([len(head), *map(len, buffers)])[1]

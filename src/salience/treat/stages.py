@@ -1,4 +1,4 @@
-"""Stages: the steps from what the data set gives to what the model is fed, one callable each."""
+"""Stages: the steps from a sample of the data set to the input of the model, one callable each."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Stage:
     random: bool | None = None
     """True if the result differs from call to call. None = not declared, which counts as random."""
     freeze: bool = False
-    """Its draws may be kept with the intermediate, for up to `r_max` visits."""
+    """True if its random draws may be kept with the intermediate, for up to `r_max` visits."""
     name: str | None = None
     curve: Curve | None = None
-    """How strong it is over the run's progress, from 0 to 1: "fade", "rise", "early" or a function. A stage with a keyword
-    `strength` is told; any other is left out for the rest of the samples."""
+    """Its strength over the run's progress, from 0 to 1: "fade", "rise", "early" or a function. A stage with a keyword
+    `strength` receives it; any other stage runs on that share of the samples."""
 
     def __post_init__(self) -> None:
         check_curve(self.curve)
@@ -61,7 +61,7 @@ def as_stages(augment: Sequence[Stage | Callable[..., Any]]) -> tuple[Stage, ...
 
 
 def check_picklable(stages: Sequence[Stage], dataloader: Mapping[str, Any]) -> None:
-    """Raise ConfigError where workers are started with a fresh interpreter and a stage cannot be sent to them."""
+    """Raise ConfigError if workers start with a fresh interpreter and a stage cannot be sent to them."""
     context = dataloader.get("multiprocessing_context") or multiprocessing.get_context()
     method = context if isinstance(context, str) else context.get_start_method()
     if method == "fork" or not dataloader.get("num_workers"):
@@ -77,7 +77,7 @@ def check_picklable(stages: Sequence[Stage], dataloader: Mapping[str, Any]) -> N
 
 
 class Runner:
-    """A stage as the worker calls it: a sample, the strength meant for it, the seed of its draws, and how far the run is."""
+    """A stage as called by the worker: with a sample, its strength, the seed of its draws, and the progress of the run."""
 
     def __init__(self, stage: Stage, strength: bool, place: int = 0) -> None:
         self.label = stage.label
@@ -90,7 +90,7 @@ class Runner:
     def __call__(
         self, sample: Any, strength: float, seed: int, progress: float | None = None, adapted: float = 1.0
     ) -> Any:
-        """`progress` None: the run's progress plays no part. `adapted` is the strength that follows the gap to validation."""
+        """Run the stage. `progress` is None if no stage needs it; `adapted` is the adaptive strength."""
         amount = 1.0
         if self._curve is not None:
             amount = amount_at(self._curve, progress) * adapted
@@ -117,7 +117,7 @@ def takes(call: Callable[..., Any], keyword: str) -> bool:
 
 
 def unit(seed: int, place: int) -> float:
-    """A number in [0, 1) of a sample's seed and a stage's place; no generator is touched (SplitMix64)."""
+    """A number in [0, 1) from a sample's seed and a stage's position, without using a generator (SplitMix64)."""
     z = (seed + 0x9E3779B97F4A7C15 * (place + 1)) & 0xFFFFFFFFFFFFFFFF
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
@@ -125,7 +125,7 @@ def unit(seed: int, place: int) -> float:
 
 
 def parts(sample: Any) -> tuple[Any, Any]:
-    """What stages work on, and the sample to put the result back into."""
+    """The part of a sample that stages work on, and the sample into which the result goes."""
     return (sample[0], sample) if isinstance(sample, tuple) and sample else (sample, None)
 
 

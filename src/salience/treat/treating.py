@@ -1,4 +1,4 @@
-"""The training process's side of Treat: chooses the split, sets levels when a window begins, counts, and reports."""
+"""The training process's side of Treat: chooses the split, sets levels when a window begins, counts and reports."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Treating:
         ranks: Ranks | None,
         windows: int | None = None,
     ) -> None:
-        """`windows` of the whole run, where stages or the number of views change with its progress."""
+        """`windows` is the number in the whole run, if stages or the number of views change with progress."""
         self.config, self.stages = config, tuple(stages)
         self.n, self._seed, self._workers, self._ranks = len(dataset), seed, workers, ranks
         self._windows = windows
@@ -71,9 +71,9 @@ class Treating:
         self._found: Rehearsal | None = None
         self._times = StageTimes(len(stages))
         self.compute = [0.0, 0]
-        """Seconds the loop took for its batches, and the number of batches."""
+        """Seconds that the loop took for its batches, and the number of batches."""
         self._batch = 1
-        """Number of samples in the batch delivered last."""
+        """Number of samples in the most recent batch."""
         self.counts = dict.fromkeys(COUNTS, 0)
         self._visits, self._fresh = np.zeros((2, self.n), dtype=np.int32)
         """Visits of each sample, and those at which every stage was fresh."""
@@ -84,7 +84,7 @@ class Treating:
         return self._ranks
 
     def begin(self, options: dict[str, Any]) -> tuple[list[str], dict[str, int]]:
-        """Rehearse and choose the split, once per run; returns warnings, and what was asked of a Source."""
+        """Rehearse and choose the split, once per run; returns warnings, and counts of requests to a Source."""
         if self._found is not None:
             return [], {}
         count = len(self.stages)
@@ -141,7 +141,7 @@ class Treating:
         return said
 
     def plan(self, plan: Plan, ranks: npt.NDArray[Any] | None, copies: Copies | None) -> Plan:
-        """The plan with treatment levels; under echo, with as many visits to fewer samples."""
+        """The plan with treatment levels; with echo, the same number of visits to fewer samples."""
         if ranks is not None and ranks.min() == ranks.max():
             ranks = None
         if self.config.strength and plan.ranks is None and ranks is not None:
@@ -174,7 +174,7 @@ class Treating:
         )  # fmt: skip
 
     def _progress(self, plan: Plan, place: int) -> float:
-        """How far the run is at the batch that holds this place of the plan, from 0 to 1: the same on every rank."""
+        """Progress of the run, from 0 to 1, at the batch with this position of the plan: the same on every rank."""
         begun = place // plan.batch_size * plan.batch_size / max(1, len(plan))
         return min(1.0, (plan.window + begun) / (self._windows or 1))
 
@@ -202,14 +202,14 @@ class Treating:
         return kind, views if kind == "echo" else 1
 
     def unread(self, plan: Plan) -> npt.NDArray[np.bool_] | None:
-        """Visits whose intermediate should be on this node, bool [visits]; None if there are none, or with several nodes,
-        each of which has only those it made."""
+        """Visits whose intermediate should be on this node, bool [visits]; None if there are none, or with several nodes, since
+        each has only those it made."""
         if self.split is None or self.kind == "fresh" or (self._ranks is not None and self._ranks.several_nodes):
             return None
         return (plan.level & LEVEL_MASK) == REUSED
 
     def treatment(self, shard: Shard) -> Callable[[slice], Treatment]:
-        """A function that gives the treatment of a batch by its place in the plan, for the workers."""
+        """A function from the position of a batch in the plan to its treatment, for the workers."""
         plan = shard.plan
         created = np.full(len(plan), plan.window, dtype=np.int32)
         slot = np.zeros(len(plan), dtype=np.int64)
@@ -331,10 +331,10 @@ MIN_SLOT_SLACK_BYTES = 512
 def allowed_splits(
     stages: Sequence[Stage], random: npt.NDArray[np.bool_], strength: bool
 ) -> tuple[npt.NDArray[np.bool_], str]:
-    """The numbers of stages after which an intermediate may be kept, bool [stages], and why not after others.
+    """The numbers of stages after which an intermediate may be kept, bool [stages], and the reasons against the others.
 
-    Every stage before it must be deterministic (declared so, and found so) or its draws may be frozen; and where draws are
-    frozen, a stage that draws must come after, so that no two windows show the identical tensor.
+    Every stage before it must be deterministic (as declared, and as found) or have draws that may be frozen. If draws are
+    frozen, a random stage must follow, so that no two windows show the same tensor.
     """
     allowed, why = np.zeros(len(stages), dtype=bool), ""
     if random[0]:

@@ -13,30 +13,30 @@ from dataclasses import dataclass
 from salience.events import BottleneckFound, LeverCeiling, StepCosts
 
 MAX_WAIT_WHEN_FINE, MIN_WAIT_WHEN_BOUND = 0.05, 0.20
-"""Shares of a step spent waiting for input: below the first all is well, above the second the run is input-bound."""
+"""Shares of a step spent waiting for input: below the first, input is no problem; above the second, the run is input-bound."""
 MAX_WORK_WHEN_AHEAD = 0.5
-"""Workers that need less than this share of the loop's time are ahead of it: the remaining wait is for handing batches over."""
+"""Workers that need less than this share of the loop's time are ahead of it: the loop only waits for transfers."""
 MIN_SPEEDUP_TO_TRY = 1.05
 """Levers that promise less are not worth trying."""
 MAX_SPEEDUP = 99.0
-"""A stage that is all of a step could be sped up without bound; this stands for that."""
+"""Limit on a ceiling: a stage that takes a whole step could be sped up without bound."""
 MAX_STEEPNESS = 16.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lever:
-    """Something that can be switched on, and which share of which stage it saves at most."""
+    """Something that can be switched on, and the largest share of each stage that it can save."""
 
     name: str
-    """As the user writes it."""
+    """Its name as the user writes it."""
     exact: bool
-    """True if the run stays exactly the same."""
+    """True if the result of training stays exactly the same."""
     saves: Mapping[str, float]
-    """Stage -> share of its cost that goes; "input" stands for everything the loader does."""
+    """Stage -> share of its cost that is saved; "input" stands for everything the loader does."""
 
 
 SYNC = Lever(name='sync(mode="auto")', exact=False, saves={"sync": 1.0})
-"""Gradients that travel otherwise, or less often."""
+"""The lever that exchanges gradients in another way, or less often."""
 
 
 def combined(d: float, c: float, g: float) -> float:
@@ -59,7 +59,7 @@ def fitted(step: float, d: float, c: float) -> float:
 
 
 def ceiling(costs: StepCosts, lever: Lever) -> LeverCeiling:
-    """Speed-up if the lever saved as much as it can, with the bracket of the two extreme models."""
+    """Speed-up if the lever saves as much as it can, with the bracket of the two extreme models."""
     d, c = without(costs, lever.saves)
     g = fitted(costs.step, costs.input, costs.compute)
     before, after = combined(costs.input, costs.compute, g), combined(d, c, g)
@@ -72,7 +72,7 @@ def ceiling(costs: StepCosts, lever: Lever) -> LeverCeiling:
 
 
 def without(costs: StepCosts, saves: Mapping[str, float]) -> tuple[float, float]:
-    """Input and compute seconds after the savings; a stage of the workers counts by its share of their work."""
+    """Input and compute seconds after the savings; a stage in the workers counts by its share of their work."""
     total = sum(costs.work.values())
     saved = saves.get("input", 0.0)
     if total > 0:
@@ -81,13 +81,13 @@ def without(costs: StepCosts, saves: Mapping[str, float]) -> tuple[float, float]
     return costs.input * max(0.0, 1 - saved), max(0.0, compute)
 
 
-def levers(costs: StepCosts, *, cores: int, cached: bool = False) -> list[Lever]:
-    """Levers that could be tried; those that leave the run as it is come first."""
+def levers(costs: StepCosts, *, cores: int) -> list[Lever]:
+    """Levers that could be tried; exact ones come first."""
     stages = [name for name in costs.work if name != "fetch"]
     found: list[Lever] = []
     if (lever := more_workers(costs, cores)) is not None:
         found.append(lever)
-    if costs.work.get("fetch", 0.0) > 0 and not cached:
+    if costs.work.get("fetch", 0.0) > 0:
         found.append(Lever(name="cache=", exact=True, saves={"fetch": 1.0}))
     if stages:
         found.append(Lever(name='treat="reuse"', exact=False, saves=dict.fromkeys(stages, 0.75)))
@@ -101,7 +101,7 @@ def levers(costs: StepCosts, *, cores: int, cached: bool = False) -> list[Lever]
 
 
 def more_workers(costs: StepCosts, cores: int) -> Lever | None:
-    """As many workers as keep pace with the loop, at most one per core; None if there are that many already."""
+    """The number of workers that keep pace with the loop, at most one per core; None if there are already that many."""
     pace = min(cores, math.ceil(sum(costs.work.values()) / costs.compute)) if costs.compute > 0 else cores
     if pace <= costs.workers:
         return None
@@ -139,7 +139,7 @@ def find_bottleneck(costs: StepCosts, ceilings: Sequence[LeverCeiling] = ()) -> 
 
 
 def _sync_bound(costs: StepCosts, ceilings: Sequence[LeverCeiling]) -> BottleneckFound | None:
-    """The verdict where ranks wait for gradients above all."""
+    """The verdict for ranks that mostly wait for gradients."""
     syncing = costs.sync / costs.step if costs.step > 0 else 0.0
     if syncing < max(MIN_WAIT_WHEN_BOUND, costs.waiting):
         return None

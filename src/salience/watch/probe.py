@@ -21,13 +21,13 @@ from salience.watch.usage import MAX_SAMPLES_PER_PROFILE, UsageRecord
 
 T = TypeVar("T")
 WARMUP_STEPS = 8
-"""First steps of a run, in which things warm up."""
+"""Number of first steps of a run that are not measured, since things warm up."""
 IDLE_GPU_SHARE = 0.5
-"""A GPU that is busy for less than this share of the time does not hold a loop back."""
+"""A GPU that is busy for less than this share of the time is not the bottleneck."""
 
 
 class Enough(BaseException):
-    """Everything was measured: the script that is profiled may stop."""
+    """Everything was measured, so the profiled script may stop."""
 
 
 @dataclass(slots=True)
@@ -35,25 +35,25 @@ class Probe:
     """When to hold back how many batches, and what was measured."""
 
     depth: int = 4
-    """Batches that may be ready already, so that their time says nothing."""
+    """Number of batches that may already be ready, so that their time says nothing."""
     timed: int = 8
-    """Batches after those that are timed."""
+    """Number of batches after those that are timed."""
     every: int = 64
-    """Steps between two probes."""
+    """Number of steps between two probes."""
     first: int = 12
-    """Steps before the first: whatever warms up has done so."""
+    """Number of steps before the first probe, so that everything is warm."""
     times: int = 4
-    """Number of probes in all."""
+    """Total number of probes."""
     inputs: list[float] = field(default_factory=list[float])
     """Seconds per batch, one entry for each probe."""
     done: int = 0
     stops: bool = False
     """Raise Enough when all probes are done and their batches are used."""
     usage: UsageRecord | None = None
-    """Takes note of how busy the machine is, where somebody wants to know."""
+    """Records how busy the machine is; None if that is not wanted."""
 
     def check(self, steps: Steps) -> None:
-        """Look at the machine; stop the script where everything is measured and the loop calls loss()."""
+        """Record how busy the machine is, and stop the script once everything is measured and the loop calls loss()."""
         if self.usage is not None:
             self.usage.note()
         last = self.first + self.times * (self.every + self.depth + self.timed)
@@ -64,7 +64,7 @@ class Probe:
         return self.done < self.times and count >= self.first + self.done * (self.every + self.depth + self.timed)
 
     def hold(self, batches: Iterator[T]) -> list[T]:
-        """The next batches, as fast as they come; fewer at a window's end."""
+        """Take the next batches as fast as they come; fewer at a window's end."""
         held: list[T] = []
         begin = time.perf_counter()
         self.done += 1
@@ -79,7 +79,7 @@ class Probe:
         return held
 
     def costs(self, steps: Steps, workers: int) -> StepCosts | None:
-        """Over the steps so far; None as long as there was no whole probe."""
+        """Costs over the steps so far; None until a probe is complete."""
         settled = list(steps.steps)[WARMUP_STEPS:-1]  # the last may not be over
         if not self.inputs or not any(step.held for step in settled):
             return None
@@ -87,9 +87,9 @@ class Probe:
 
 
 def costs_of(steps: Sequence[Step], inputs: Sequence[float], workers: int) -> StepCosts | None:
-    """Means over steps, and the median of what probes measured of the loader alone; None where the steps are too few.
+    """Means over steps, and the median that probes measured for the loader alone; None if there are too few steps.
 
-    Without a probe the loader alone is taken to cost what it waits (no workers), or what its workers do side by side.
+    Without a probe, the cost of the loader alone is taken to be the wait (no workers), or the parallel work of its workers.
     """
     natural = [s for s in steps if not s.held and not s.trying]
     alone = [s for s in steps if s.held and not s.trying] or natural
@@ -114,7 +114,7 @@ def costs_of(steps: Sequence[Step], inputs: Sequence[float], workers: int) -> St
 
 
 def _mean(values: list[float]) -> float:
-    """Mean without the highest and lowest twentieth: a checkpoint or an evaluation in between is not a step."""
+    """Mean without the highest and lowest twentieth, so that a checkpoint or an evaluation in between does not count."""
     values = sorted(values)
     cut = len(values) // 20
     kept = values[cut : len(values) - cut] or values
@@ -123,15 +123,15 @@ def _mean(values: list[float]) -> float:
 
 @dataclass(slots=True)
 class Session:
-    """The loaders that a profiled script makes, each with its probe."""
+    """The loaders that a profiled script creates, each with its probe."""
 
     stop: bool = True
-    """True if the script is stopped once its first loader with losses has been measured."""
+    """True if the script is to stop once its first loader with losses has been measured."""
     times: int = 4
     found: list[tuple[Probe, Steps, int]] = field(default_factory=list[tuple[Probe, Steps, int]])
-    """Probe, steps and number of workers of each."""
+    """Probe, steps and number of workers of each loader."""
     usage: UsageRecord = field(default_factory=lambda: UsageRecord(MAX_SAMPLES_PER_PROFILE))
-    """How busy the machine is while they are measured."""
+    """How busy the machine is during the measurement."""
 
     def probe_for(self, steps: Steps, workers: int, ahead: int) -> Probe:
         """A probe for a loader whose workers have up to `ahead` batches ready."""
@@ -140,7 +140,7 @@ class Session:
         return probe
 
     def measured(self) -> tuple[StepCosts, Steps] | None:
-        """The result of the loader that made most steps."""
+        """The result of the loader that made the most steps."""
         for probe, steps, workers in sorted(self.found, key=lambda item: -item[1].count):
             costs = probe.costs(steps, workers)
             if costs is not None:
@@ -151,7 +151,7 @@ class Session:
 def profiled(
     costs: StepCosts, *, cores: int, losses: bool, usage: Sequence[MachineUse] = (), missing: Sequence[str] = ()
 ) -> BottleneckFound:
-    """The verdict on measured costs, with what levers could gain and how busy the machine was.
+    """The verdict on measured costs, the possible gain of each lever and how busy the machine was.
 
     `losses`: the loop called `loss()`. `missing`: packages that are not installed.
     """
@@ -159,7 +159,7 @@ def profiled(
     said = find_bottleneck(costs, sorted(ceilings, key=lambda c: (not c.exact, -(c.speedup or 0.0))))
     notes: list[str] = []
     if not losses:
-        notes.append("The script never calls loader.loss(), so forward and backward cannot be told apart.")
+        notes.append("The script never calls loader.loss(), so the forward and backward passes cannot be separated.")
     busy = [max(sample.gpu) for sample in usage[len(usage) // 2 :] if sample.gpu]
     if said.bound == "compute" and busy and sum(busy) / len(busy) < IDLE_GPU_SHARE:
         notes.append(
@@ -181,13 +181,13 @@ _SESSION: ContextVar[Session | None] = ContextVar("salience_profile", default=No
 
 
 def current_session() -> Session | None:
-    """The profile that is being made; None outside `salience profile`."""
+    """The current profiling session; None outside `salience profile`."""
     return _SESSION.get()
 
 
 @contextmanager
 def profiling(session: Session) -> Generator[Session]:
-    """Measure the loaders that are made inside this block."""
+    """Measure the loaders that are created inside this block."""
     token = _SESSION.set(session)
     try:
         yield session

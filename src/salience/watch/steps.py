@@ -1,7 +1,7 @@
-"""What a training loop does with its time, step by step: waits for a batch, goes forward, goes backward.
+"""How a training loop spends its time, step by step: waiting for a batch, forward pass, backward pass.
 
-The loader knows three moments of a step without asking the user for anything: when the loop comes back for a batch, when it
-gets one, and when it calls `loss`. On a GPU the same moments are events of its stream, since the host runs ahead.
+The loader sees three moments of a step without any help from the user: when the loop asks for a batch, when it gets one, and
+when it calls `loss`. On a GPU the same moments are events on its stream, since the host runs ahead.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from salience.events import StepSeconds
 
 STEPS_KEPT = 4096
-"""Number of steps that are remembered."""
+"""Maximum number of steps that are kept."""
 
 
 class Stopwatch:
-    """Adds up seconds by name: `with watch("plan"): ...`. Every part of a run reports its own seconds to one."""
+    """Adds up seconds by name: `with watch("plan"): ...`. The parts of a run report their own seconds to one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -47,9 +47,9 @@ class Step:
     """Seconds of one step."""
 
     wait: float
-    """From asking for the batch to having it."""
+    """From asking for the batch to receiving it."""
     copy: float = 0.0
-    """From having it to having it on the device, where the loop says so."""
+    """From receiving the batch to having it on the device, if the loop reports that."""
     forward: float = 0.0
     """From having the batch on the device to calling loss()."""
     backward: float = 0.0
@@ -57,13 +57,13 @@ class Step:
     sync: float = 0.0
     """Part of `backward` in which this rank waited for gradients of the others, where `salience.sync` exchanges them."""
     work: Mapping[str, float] = field(default_factory=dict[str, float])
-    """What the worker that made the batch spent: "fetch", "decode", and stages by name."""
+    """Seconds spent by the worker that made the batch: "fetch", "decode", and stages by name."""
     idle: float | None = None
-    """Time the GPU had nothing to do before it got this batch; None without a GPU."""
+    """Time the GPU was idle before it got this batch; None without a GPU."""
     held: bool = False
-    """True if the batch came out of a probe, so that its wait means nothing."""
+    """True if a probe held the batch back, so that its wait means nothing."""
     trying: bool = False
-    """True if `salience.sync` was measuring or trying a mode, so that the step is not one of the run as it is."""
+    """True if `salience.sync` was measuring or trying a mode, so that the step is not representative of the run."""
 
     @property
     def busy(self) -> float:
@@ -71,7 +71,7 @@ class Step:
 
 
 class Steps:
-    """Records steps. A call costs a microsecond or two."""
+    """Records the times of steps. A call costs a microsecond or two."""
 
     def __init__(self) -> None:
         self.steps: deque[Step] = deque(maxlen=STEPS_KEPT)
@@ -79,19 +79,19 @@ class Steps:
         self.losses = False
         """True once loss() was called."""
         self.lr: float | None = None
-        """Learning rate of the step, where a ProgressLR sets it."""
+        """Learning rate of the step, if a ProgressLR sets it."""
         self.trying = False
         """True while `salience.sync` measures, or tries a mode."""
         self._synced = 0.0
         self._sums, self._work = Counter[str](), Counter[str]()
-        """Seconds since `spent` was last called, without steps that a probe held back; `_work` by stage of the workers."""
+        """Seconds since the last call of `spent`, without steps that a probe held back; `_work` by stage of the workers."""
         self._asked = self._got = self._copied = self._lost = 0.0
         self._device: torch.device | None = None
         self._events: deque[tuple[Step, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._asked_event: torch.cuda.Event | None = None
 
     def ask(self) -> None:
-        """The loop wants a batch; the step before is over."""
+        """The loop asks for a batch; the previous step is over."""
         now = time.perf_counter()
         if self.count and self._got:
             step = self.steps[-1]
@@ -123,7 +123,7 @@ class Steps:
         self.count += 1
 
     def copied(self) -> None:
-        """The batch is on the device; a copy that goes on beside the host takes the host no time."""
+        """The batch is on the device; an asynchronous copy takes no time on the host."""
         self._copied = time.perf_counter()
 
     def on_loss(self, device: torch.device) -> float:
@@ -135,12 +135,12 @@ class Steps:
         return self._lost
 
     def synced(self, seconds: float, *, trying: bool) -> None:
-        """`salience.sync` held the loop up for so long; `trying` as in `Step`."""
+        """`salience.sync` held up the loop for this many seconds; `trying` as in `Step`."""
         self._synced += seconds
         self.trying = trying
 
     def spent(self) -> StepSeconds | None:
-        """Seconds of all steps since the last call; None where there were none."""
+        """Seconds of all steps since the last call; None if there were none."""
         sums, work = self._sums, self._work
         self._sums, self._work = Counter(), Counter()
         return StepSeconds(**sums, work=dict(work)) if sums else None  # pyright: ignore[reportArgumentType]

@@ -12,12 +12,12 @@ from salience.events import MachineUse
 
 SECONDS_BETWEEN_SAMPLES = 1.0
 MAX_SAMPLES_PER_WINDOW = 12
-"""Samples of a window that are kept in the event log."""
+"""Maximum number of samples per window in the event log."""
 MAX_SAMPLES_PER_PROFILE = 120
 
 
 class Meter:
-    """Looks at the machine when asked; each sample covers the time since the one before."""
+    """Reads how busy the machine is when asked; each sample covers the time since the previous one."""
 
     def __init__(self) -> None:
         self._psutil: Any = importlib.import_module("psutil")
@@ -41,28 +41,28 @@ class Meter:
 
 
 class UsageRecord:
-    """A few samples over a stretch of any length, without a thread: whoever passes by calls `note`."""
+    """A few samples over a period of any length, without a thread: callers call `note` from time to time."""
 
     def __init__(self, most: int = MAX_SAMPLES_PER_WINDOW) -> None:
         self._most = most
         self._meter: Meter | None = None
         self._looked = 0.0
-        """When it last looked; 0 = never."""
+        """Time of the last sample; 0 = never."""
         if importlib.util.find_spec("psutil") is not None:
             with contextlib.suppress(Exception):  # a container may hide /proc
                 self._meter = Meter()
         self.begin()
 
     def begin(self) -> None:
-        """Forget what was noted, and start anew."""
+        """Discard all samples and start again."""
         self._samples: list[MachineUse] = []
         self._every = SECONDS_BETWEEN_SAMPLES
         self._due = (self._looked or time.monotonic()) + self._every
 
     def note(self, *, now: bool = False) -> bool:
-        """Take a sample if it is time for one, or `now`; of too many, every other one is dropped and the pace halved.
+        """Take a sample if it is due, or `now`; when there are too many, every other one is dropped and the rate is halved.
 
-        True if it looked, which takes a good part of a millisecond.
+        Returns True if a sample was taken, which takes a good part of a millisecond.
         """
         if self._meter is None or not (now or time.monotonic() >= self._due):
             return False
@@ -78,20 +78,20 @@ class UsageRecord:
         return True
 
     def taken(self) -> tuple[MachineUse, ...]:
-        """The samples since `begin`, one of now among them if it is time for one, or none was ever taken."""
+        """The samples since `begin`, including a new one if it is due or if none was ever taken."""
         self.note(now=not self._looked)
         return tuple(self._samples)
 
 
 def missing_packages() -> list[str]:
-    """Packages that are not installed, without which less can be measured."""
+    """Packages that are not installed and without which less can be measured."""
     return [name for name in ("psutil", "pynvml") if importlib.util.find_spec(name) is None]
 
 
 def _counters(psutil: Any) -> tuple[float, float, float, float]:
-    """Seconds busy and idle of all cores, bytes through disks and networks, so far; 0 where the system does not say.
+    """Total seconds all cores were busy and idle, and bytes through disks and networks; 0 if the system does not say.
 
-    Not `cpu_percent`, which would also reset what the user's own code measures by it.
+    Does not use `cpu_percent`, which would also reset what the user's own code measures with it.
     """
     times, disk, network = psutil.cpu_times(), psutil.disk_io_counters(), psutil.net_io_counters()
     idle = times.idle + getattr(times, "iowait", 0.0)
@@ -104,7 +104,7 @@ def _counters(psutil: Any) -> tuple[float, float, float, float]:
 
 
 def _gpus() -> list[Any]:
-    """A function for each GPU that gives its utilisation; none without NVML or a GPU."""
+    """A function for each GPU that returns its utilisation; none without NVML or a GPU."""
     if importlib.util.find_spec("pynvml") is None:
         return []
     nvml: Any = importlib.import_module("pynvml")

@@ -1,1 +1,1 @@
-"""One feed for many jobs of a node: bytes are fetched and samples decoded once, whatever the number of jobs."""
+"""One feed for many jobs on a node: bytes are fetched and samples decoded once, however many jobs there are."""

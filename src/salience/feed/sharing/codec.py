@@ -1,7 +1,7 @@
 """Decoded samples as bytes in shared memory and back: tensors, arrays, images and plain values, nested. Nothing is unpickled.
 
-What cannot be brought back exactly as it was (an object of an unknown class, an image with a palette) is not encoded;
-jobs decode such samples one by one.
+A value that cannot be restored exactly (an object of an unknown class, an image with a palette) is not encoded; each job
+decodes such samples by itself.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 MODES = ("L", "RGB", "RGBA", "CMYK", "I", "F")
-"""Modes of PIL images whose pixels are all there is to them."""
+"""Modes of PIL images that consist of nothing but their pixels."""
 PLAIN_KINDS = "biufc"
-"""Kinds of NumPy types whose bytes are their value."""
+"""Kinds of NumPy types that are fully described by their bytes."""
 
 
 class Unshareable(TypeError):
-    """The sample cannot be encoded; the message names the class in the way."""
+    """The sample cannot be encoded; the message names the offending class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Encoded:
         return 4 + len(self.header) + sum(buffer.nbytes for buffer in self.buffers)
 
     def write(self, target: memoryview) -> None:
-        """Copy it into `size` bytes of memory."""
+        """Copy the encoded sample into `size` bytes of memory."""
         start = 4 + len(self.header)
         target[:4] = len(self.header).to_bytes(4, "little")
         target[4:start] = self.header
@@ -48,7 +48,7 @@ class Encoded:
 
 
 def encode(sample: Any) -> Encoded:
-    """The sample as bytes; Unshareable if it would not come back the same."""
+    """The sample as bytes; raises Unshareable if it could not be restored exactly."""
     buffers: list[memoryview] = []
     header = json.dumps(_described(sample, buffers), separators=(",", ":")).encode()
     return Encoded(header, buffers)

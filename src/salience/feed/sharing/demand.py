@@ -1,10 +1,10 @@
-"""What jobs want next: the plan of each, how far it is, and when a sample will be wanted again by any of them.
+"""What jobs need next: the plan of each, how far it is, and when any of them will need a sample again.
 
     wanted in (sample, form) = min over jobs of that form of (turn of the sample - batches taken) * seconds per batch
 
-A sample is worth keeping for as long as it is wanted soon (Belady's rule over the union of the plans); what no plan wants is
-worth its importance. Jobs with the same plan form a group: they are to use a sample while it is in memory, so that the fastest
-waits for the slowest, up to a bound.
+The sooner a sample is wanted, the more it is worth keeping (Belady's rule over the union of the plans); the value of a sample
+that no plan wants is its importance. Jobs with the same plan form a group: they should use a sample while it is in memory, so
+the fastest waits for the slowest, up to a limit.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import numpy.typing as npt
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 NEVER = np.iinfo(np.int32).max
-"""Turn of a sample that the plan does not want (any more)."""
+"""Turn of a sample that the plan does not want, or not any more."""
 UNWANTED = 1e9
-"""Seconds that stand for never."""
+"""Seconds that mean never."""
 
 
 @dataclass(slots=True, eq=False)
 class JobPlan:
-    """The window that one job is in."""
+    """The window in progress of one job."""
 
     n: int
     form: int
-    """In which form it wants samples; 0 = their bytes."""
+    """The form in which it wants samples; 0 = their bytes."""
     batches: list[Ids] = field(default_factory=list[Ids])
     group: str = ""
     """Jobs with the same plan have the same group."""
@@ -37,20 +37,20 @@ class JobPlan:
     """Number of the batch in which each sample is wanted next, int32 [n]."""
     importance: npt.NDArray[np.float32] | None = None
     batch_size: float = 1.0
-    """Mean samples per batch."""
+    """Mean number of samples per batch."""
     taken: int = 0
-    """Batches taken so far: one more than the last one."""
+    """Number of batches taken so far: one more than the last one."""
     staged: int = 0
-    """Batches whose samples were asked for."""
+    """Number of batches whose samples were requested."""
     owed: dict[int, int] = field(default_factory=dict[int, int])
-    """Staged batch that is not taken yet -> bytes that were fetched for it."""
+    """Staged batch that is not taken yet -> bytes fetched for it."""
     demoted: bool = False
-    """True if nobody waits for this job any more in this window."""
+    """True if no job waits for this one any more in this window."""
     seconds: float = 0.0
-    """Seconds per batch, lately; 0 where not known."""
+    """Recent seconds per batch; 0 = not known."""
     _last: float = 0.0
     _again: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    """Sample that comes more than once -> its later turns, last first."""
+    """Sample that is visited more than once -> its later turns, last first."""
 
     def __post_init__(self) -> None:
         self.turn = np.full(self.n, NEVER, dtype=np.int32)
@@ -74,7 +74,7 @@ class JobPlan:
                 self._again.setdefault(int(ids[order[k]]), []).append(int(turns[order[k + 1]]))
 
     def take(self, number: int, now: float) -> None:
-        """Batch `number` is taken."""
+        """Note that batch `number` was taken."""
         if number >= self.taken:
             if self._last and number > self.taken:
                 pace = (now - self._last) / (number + 1 - self.taken)
@@ -85,12 +85,12 @@ class JobPlan:
         self.owed.pop(number, None)
 
     def handed(self, i: int, number: int) -> None:
-        """The job has sample i of batch `number`."""
+        """Note that the job has received sample i of batch `number`."""
         later = [turn for turn in self._again.get(i, ()) if turn > number]
         self.turn[i] = later[-1] if later else NEVER
 
     def wants(self, i: int) -> bool:
-        """True if it will want sample i (again)."""
+        """True if the job will want sample i, or want it again."""
         return bool(self.turn[i] != NEVER)
 
     @property
@@ -98,13 +98,13 @@ class JobPlan:
         return self.taken >= len(self.batches)
 
     def wanted_in(self, ids: Ids) -> Floats:
-        """Seconds until each sample is wanted, float64 [B]; UNWANTED where it is not."""
+        """Seconds until each sample is wanted, float64 [B]; UNWANTED if it is not."""
         turn = self.turn[ids]
         return np.where(turn == NEVER, UNWANTED, np.maximum(0, turn - self.taken) * max(self.seconds, 1e-3))
 
 
 class Demand:
-    """The plans of all jobs that live."""
+    """The plans of all running jobs."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -135,7 +135,7 @@ class Demand:
         return {job.form for job in self.jobs.values()}
 
     def group(self, job: JobPlan) -> list[JobPlan]:
-        """The jobs of the same plan that others wait for, this one included."""
+        """The jobs with the same plan that others wait for, including this one."""
         return [one for one in self.jobs.values() if one.group == job.group and not one.demoted and not one.over]
 
     def lead(self, job: JobPlan) -> int:
@@ -143,17 +143,17 @@ class Demand:
         return job.taken - min((one.taken for one in self.group(job)), default=job.taken)
 
     def slowest(self, job: JobPlan) -> JobPlan | None:
-        """The job of its group that is furthest behind; None where that is this job."""
+        """The job of its group that is furthest behind; None if that is this job."""
         last = min(self.group(job), key=lambda one: one.taken, default=None)
         return None if last is None or last.taken >= job.taken else last
 
     def joined(self, job: JobPlan, most: float) -> bool:
-        """Whether a job that begins is near enough to its group; if it is not, nobody waits for it."""
+        """True if a new job is close enough to its group; if it is not, no job waits for it."""
         job.demoted = any(one.taken - job.taken > most for one in self.group(job) if one is not job)
         return not job.demoted
 
     def next_to_stage(self, ahead: Callable[[JobPlan], int], held: Iterable[JobPlan]) -> JobPlan | None:
-        """The job that has least read ahead for it, among those that may have more; None if there is none."""
+        """The job with the least read ahead among those that may have more; None if there is none."""
         waiting = set(map(id, held))
         open_jobs = [
             job

@@ -1,4 +1,4 @@
-"""Where the feeds of this machine are found by name, and how one is started: a folder of sockets that belongs to one user."""
+"""Finds the feeds of this machine by name, and starts them: a folder of sockets that belongs to one user."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from typing import Any
 from salience._version import __version__
 from salience.errors import ConfigError, StoreError
 from salience.feed.index import Index
-from salience.feed.sharing.terms import Terms
+from salience.feed.sharing.config import FeedConfig
 from salience.feed.sharing.wire import Gone, Line
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 LONGEST_PATH = 100
-"""Most characters that the path of a socket may have."""
+"""Maximum number of characters in the path of a socket."""
 
 
 def folder() -> Path:
-    """The folder of this user's feeds, made where it is not there: $SALIENCE_FEEDS, or one below $XDG_RUNTIME_DIR or /tmp."""
+    """The folder of this user's feeds, created if missing: $SALIENCE_FEEDS, or one below $XDG_RUNTIME_DIR or /tmp."""
     given, runtime = os.environ.get("SALIENCE_FEEDS"), os.environ.get("XDG_RUNTIME_DIR")
     if given:
         place = Path(given)
@@ -44,7 +44,7 @@ def folder() -> Path:
 
 
 def socket_of(name: str) -> str:
-    """The socket of the feed of this name."""
+    """Path of the socket of the feed with this name."""
     if not NAME.fullmatch(name):
         raise ConfigError(
             f"{name!r} is no name for a feed; use letters, digits, dots, dashes and underlines, 64 characters at most."
@@ -56,12 +56,12 @@ def socket_of(name: str) -> str:
 
 
 def names() -> list[str]:
-    """Names of the feeds that run, or whose process was killed."""
+    """Names of the feeds that are running, or that were killed."""
     return sorted(path.stem for path in folder().glob("*.sock"))
 
 
 def ask(name: str, what: str, words: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """What a feed answers to "status", "fits" or "stop"; None if it does not run."""
+    """A feed's answer to "status", "fits" or "stop"; None if it is not running."""
     try:
         line = Line(socket_of(name), timeout=10.0)
         try:
@@ -72,24 +72,24 @@ def ask(name: str, what: str, words: Mapping[str, Any] | None = None) -> dict[st
         return None
 
 
-def ensure(terms: Terms, index: Index) -> bool:
-    """Have a feed of this name run; True if it was started now."""
-    if ask(terms.name, "status") is not None:
+def ensure(config: FeedConfig, index: Index) -> bool:
+    """Make sure that a feed with this name is running; True if it was started now."""
+    if ask(config.name, "status") is not None:
         return False
-    with launch(terms, index) as process:
+    with launch(config, index) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         words = process.stdout.readline().strip() or process.stderr.read()[-500:].strip()
     if words == "there":
         return False
     if words != "begun":
-        raise StoreError(f"The feed {terms.name!r} could not be started: {words or 'its process ended.'}")
+        raise StoreError(f"The feed {config.name!r} could not be started: {words or 'its process ended.'}")
     return True
 
 
-def launch(terms: Terms, index: Index) -> subprocess.Popen[str]:
-    """Start the process of a feed; of several started at once, one stays. It says "begun", "there", or what is wrong."""
-    path = socket_of(terms.name)
+def launch(config: FeedConfig, index: Index) -> subprocess.Popen[str]:
+    """Start the process of a feed; if several start at once, one remains. It prints "begun", "there", or what is wrong."""
+    path = socket_of(config.name)
     file = f"{path.removesuffix('.sock')}.{os.getpid()}.npz"
     index.save(file)  # the process removes it
     process = subprocess.Popen(
@@ -98,7 +98,7 @@ def launch(terms: Terms, index: Index) -> subprocess.Popen[str]:
     )  # fmt: skip
     assert process.stdin is not None
     try:
-        process.stdin.write(replace(terms, index=file).dumps() + "\n")
+        process.stdin.write(replace(config, index=file).dumps() + "\n")
         process.stdin.flush()
     except BrokenPipeError:
         pass  # it failed, and what it says tells why
@@ -106,7 +106,7 @@ def launch(terms: Terms, index: Index) -> subprocess.Popen[str]:
 
 
 def locked(path: str) -> int:
-    """A descriptor that holds the lock of a feed's name, so that two that are started at once do not both serve."""
+    """A descriptor that holds the lock on a feed's name, so that of two feeds started at once only one serves."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(f"{path.removesuffix('.sock')}.lock", flags, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,8 +1,8 @@
-"""How a worker gets the samples of its batch: shown where they lie, or given to decode, so that each is decoded once.
+"""How a worker gets the samples of its batch: from memory, or assigned to be decoded, so that each is decoded once.
 
-worker  take ids          feed  chunk: some lie here in your form, some are yours to decode
-worker  made sizes        feed  places: where to put what you decoded; -1 = nobody wants it
-worker  more (written)    feed  chunk: the next ones, as they come, until the batch is whole
+worker  take ids          feed  chunk: some are here in your form, some are yours to decode
+worker  made sizes        feed  places: where to put what you decoded; -1 = nobody needs it
+worker  more (written)    feed  chunk: the next ones, as they arrive, until the batch is complete
 worker  rest              (what it still held is released)
 """
 
@@ -16,9 +16,9 @@ from salience.feed.sharing.peers import Worker
 from salience.feed.sharing.pool import RAW, Key, Pool
 
 CHUNK = 8
-"""Samples that a worker gets to decode at a time, where others may decode too."""
+"""Number of samples that a worker is assigned at a time, if others may decode too."""
 CLAIM_SECONDS = 20.0
-"""A sample that was claimed this long ago is given to another worker as well."""
+"""After this many seconds, a claimed sample is assigned to a second worker too."""
 
 
 class Handing:
@@ -27,20 +27,20 @@ class Handing:
     def __init__(self, pool: Pool, demand: Demand, fetch: Callable[[list[int]], None]) -> None:
         self._pool, self._demand, self._fetch = pool, demand, fetch
         self._waiters: dict[int, set[Worker]] = {}
-        """Sample -> the workers whose batch lacks it."""
+        """Sample -> the workers that lack it for their batch."""
         self._claimed: dict[Key, Worker] = {}
         self.broken: dict[int, str] = {}
         self.dirty: set[Worker] = set()
-        """Workers for which there may be something new."""
+        """Workers for which there may be news."""
         self.published = 0
-        """Samples that were decoded and put into memory."""
+        """Number of samples that were decoded and put into memory."""
         self.sizes: dict[int, tuple[int, int]] = {}
-        """Form -> bytes and number of the samples that were decoded."""
+        """Form -> total bytes and number of the decoded samples."""
 
     # --- what a worker says ---
 
     def take(self, worker: Worker, serial: int, number: int, ids: Iterable[int]) -> None:
-        """It begins a batch."""
+        """The worker begins a batch."""
         job = worker.job
         self.forget(worker)
         worker.serial, worker.number, worker.failed = serial, number, ""
@@ -56,7 +56,7 @@ class Handing:
         self.listen(worker)
 
     def made(self, worker: Worker, ids: list[int], sizes: list[int], marks: list[int]) -> list[int]:
-        """It has decoded samples; returns where it is to put each, or -1. A size of -1 means that it cannot be put anywhere."""
+        """The worker has decoded samples; returns where to put each, or -1. A size of -1 means that it cannot be shared."""
         form, places = worker.job.plan.form, list[int]()
         for i, size, mark in zip(ids, sizes, marks, strict=True):
             self._unclaim(worker, (form, i))
@@ -77,7 +77,7 @@ class Handing:
         return places
 
     def written(self, worker: Worker, ids: Iterable[int]) -> None:
-        """What it decoded is in memory."""
+        """The worker's decoded samples are in memory."""
         form = worker.job.plan.form
         for i in ids:
             if (form, i) in worker.filling:
@@ -88,7 +88,7 @@ class Handing:
                 self.news(i)
 
     def copied(self, worker: Worker) -> None:
-        """It has copied what it was shown."""
+        """The worker has copied the samples it was shown."""
         for form, i in worker.pinned:
             entry = self._pool.get(form, i)
             if entry is not None:
@@ -96,12 +96,12 @@ class Handing:
         worker.pinned = []
 
     def listen(self, worker: Worker) -> None:
-        """It waits for a chunk."""
+        """The worker waits for a chunk."""
         worker.listening, worker.since = True, time.monotonic()
         self.dirty.add(worker)
 
     def forget(self, worker: Worker) -> None:
-        """It has the batch, or is gone: nothing is held for it any more."""
+        """The worker has its batch, or is gone: release everything held for it."""
         self.copied(worker)
         for key in [*worker.claims]:
             self._unclaim(worker, key)
@@ -117,7 +117,7 @@ class Handing:
     # --- what happens to samples ---
 
     def news(self, i: int) -> None:
-        """Something has happened to a sample: those who wait for it are to look."""
+        """There is news of a sample: workers that wait for it must check."""
         for worker in self._waiters.get(i, ()):
             worker.available[i] = None
             self.dirty.add(worker)
@@ -129,13 +129,13 @@ class Handing:
             self.dirty.add(worker)
 
     def overdue(self, now: float) -> None:
-        """Give what was claimed long ago to others as well."""
+        """Assign samples that were claimed long ago to other workers too."""
         for (_, i), holder in [*self._claimed.items()]:
             if now - min(holder.claims.values(), default=now) > CLAIM_SECONDS:
                 self.news(i)
 
     def wanted(self, i: int) -> bool:
-        """True if a worker waits for it."""
+        """True if a worker waits for the sample."""
         return i in self._waiters
 
     # --- answers ---
@@ -210,7 +210,7 @@ class Handing:
         return holder is None or now - holder.claims.get(key, now) > CLAIM_SECONDS
 
     def _got(self, worker: Worker, i: int) -> None:
-        """The worker has the sample, and its job does not want it again for this batch."""
+        """The worker has the sample, and its job does not need it again for this batch."""
         if i in worker.pending:
             del worker.pending[i]
             worker.available.pop(i, None)
@@ -226,7 +226,7 @@ class Handing:
                 del self._waiters[i]
 
     def _unclaim(self, worker: Worker, key: Key) -> None:
-        """It is not decoding this sample any more."""
+        """Withdraw the worker's claim to decode this sample."""
         if worker.claims.pop(key, None) is None:
             return
         if self._claimed.get(key) is worker:

@@ -1,4 +1,4 @@
-"""A worker's way to a shared feed: it copies what others decoded, decodes what it is given, or reads by itself."""
+"""A worker's access to a shared feed: it copies what others decoded, decodes what it is assigned, or reads by itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from salience.errors import StateError, StoreError
-from salience.feed.prints import fingerprint
+from salience.feed.index import fingerprint
 from salience.feed.reads import Broken, Counts
 from salience.feed.shared import SERIAL_SHIFT
 from salience.feed.sharing import codec
@@ -18,9 +18,9 @@ from salience.feed.source import Source
 from salience.memory import Memory, Token
 
 SECONDS_BETWEEN_TRIES = 0.5
-"""Seconds between the first two attempts to reach a feed that is gone; each further pause is twice as long."""
+"""Seconds between the first two attempts to reach a feed that is gone; each later pause is twice as long."""
 LONGEST_PAUSE = 120.0
-"""Seconds between two attempts at most: a feed that hangs costs every attempt the time it is waited for."""
+"""Maximum seconds between two attempts: if a feed hangs, every attempt takes the whole time-out."""
 ANSWER_SECONDS = 30.0
 """Seconds after which a feed that does not answer counts as gone."""
 
@@ -32,11 +32,11 @@ class Taken:
     """The samples of a batch, decoded."""
 
     samples: list[Any]
-    """In the order of the ids; a Broken where there is something wrong with one."""
+    """In the order of the ids; a Broken for a sample that cannot be read."""
     prints: dict[int, int]
     """Fingerprints of samples whose index has no checksums."""
     counts: Counts = field(default_factory=Counts)
-    """What this process asked of the store itself."""
+    """Requests that this process itself made to the store."""
     fetching: float = 0.0
     decoding: float = 0.0
 
@@ -45,12 +45,12 @@ class SharedHandle:
     """Takes batches from a feed. Usable after a fork, and in spawned workers."""
 
     def __init__(self, path: str, source: Source, *, shares: bool, patience: float) -> None:
-        """`shares`: the samples are wanted in a decoded form that other jobs may use; otherwise their bytes are. `patience`:
-        seconds that the feed may hold this job for slower ones."""
+        """`shares`: samples are decoded into a form that other jobs may use; otherwise only their bytes are shared. `patience`:
+        seconds for which the feed may hold up this job for slower ones."""
         self._path, self._source, self._shares, self._patience = path, source, shares, patience
         self._memory = Memory(8)
         self._job = self._memory.array("int64", 1)
-        """Number of the job at the feed; another one after the feed was started anew, 0 without one."""
+        """Number of the job at the feed, which changes when the feed is restarted; 0 without a feed."""
         self._here: _Connection | None = None
         self._tried, self._pause = 0.0, SECONDS_BETWEEN_TRIES
 
@@ -64,7 +64,7 @@ class SharedHandle:
         self._pause = SECONDS_BETWEEN_TRIES
 
     def belongs_to(self, job: int) -> None:
-        """From here on batches are taken for this job; 0 = there is no feed."""
+        """Take batches for this job from now on; 0 = there is no feed."""
         self._job[0] = job
 
     def take(self, ticket: int, ids: Sequence[int], decode: Decoded) -> Taken:
@@ -90,7 +90,7 @@ class SharedHandle:
         return Taken(samples, prints, counts, fetching, time.perf_counter() - begin - fetching)
 
     def _connected(self) -> _Connection | None:
-        """The connection of this process to the feed; None where there is no feed."""
+        """The connection of this process to the feed; None if there is no feed."""
         job, here = int(self._job[0]), self._here
         if here is not None and (here.process, here.job) != (os.getpid(), job):
             if here.process == os.getpid():
@@ -111,7 +111,7 @@ class SharedHandle:
 
 
 class _Connection:
-    """A worker's connection, and the feed's memory as it sees it."""
+    """A worker's connection, and the feed's memory as seen by the worker."""
 
     def __init__(self, path: str, job: int, source: Source, seconds: float) -> None:
         self.process, self.job, self._source = os.getpid(), job, source
@@ -125,7 +125,7 @@ class _Connection:
         self._data = memoryview(self._memory.buffer)
 
     def take(self, ticket: int, ids: Sequence[int], decode: Decoded, shares: bool) -> Taken:
-        """As `SharedHandle.take`; Gone where the feed is not there, or does not give a sample."""
+        """Like `SharedHandle.take`; raises Gone if the feed is not there, or does not deliver a sample."""
         serial, number = ticket >> SERIAL_SHIFT, ticket & ((1 << SERIAL_SHIFT) - 1)
         found: dict[int, Any] = {}
         taken = Taken([], {})
@@ -148,7 +148,7 @@ class _Connection:
         return taken
 
     def _copy(self, chunk: Message, found: dict[int, Any], taken: Taken, shares: bool, decode: Decoded) -> None:
-        """Take over what lies in memory in the form that is wanted."""
+        """Copy samples that are in memory in the wanted form."""
         for i, offset, size, mark in chunk.array("ready").reshape(-1, 4).tolist():
             view = self._data[offset : offset + size]
             if shares:
@@ -164,7 +164,7 @@ class _Connection:
             found[int(i)] = Broken(reason)
 
     def _decode(self, chunk: Message, found: dict[int, Any], taken: Taken, decode: Decoded) -> list[int]:
-        """Decode what was given to this worker and put it where others find it; returns what was put there."""
+        """Decode the samples assigned to this worker and put them into memory for others; returns those that were put there."""
         claims = chunk.array("claims").reshape(-1, 3).tolist()
         if not claims:
             return []

@@ -1,4 +1,4 @@
-"""A job of a shared feed, in the training process: it publishes its plans, hears what the feed says, starts it anew."""
+"""A job of a shared feed, in the training process: it publishes plans, receives messages, and restarts the feed."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from salience.feed.policy import Ids
 from salience.feed.reads import Counts
 from salience.feed.shared import SERIAL_SHIFT
 from salience.feed.sharing import finding
+from salience.feed.sharing.config import FeedConfig
 from salience.feed.sharing.handle import SharedHandle
-from salience.feed.sharing.terms import Terms
 from salience.feed.sharing.wire import Gone, Line
 from salience.feed.sizes import size
 from salience.feed.source import Source
 from salience.plan import Plan, Shard, Trace
 
 SECONDS_BETWEEN_LOOKS = 0.2
-"""Seconds between two looks at what the feed says, while batches are delivered."""
+"""Seconds between two checks for messages of the feed, while batches are delivered."""
 SECONDS_BETWEEN_STARTS = 10.0
 """Seconds between two attempts to start a feed that died."""
 
 
 class JobFeed:
-    """What the training process tells a shared feed; it stands where `Feed` stands without one."""
+    """The training process's side of a shared feed; it replaces `Feed`."""
 
     def __init__(
-        self, terms: Terms, identity: str, source: Source, form: str | None, decode: Decode | None, workers: int
+        self, config: FeedConfig, identity: str, source: Source, form: str | None, decode: Decode | None, workers: int
     ) -> None:
-        """`form` is the signature of `decode`; None where there is none, or where it cannot be compared with that of others."""
-        self.source, self.workers, self.budget = source, workers, terms.budget
-        self._terms, self._identity, self._form = terms, identity, form or ""
-        self._path = finding.socket_of(terms.name)
-        self.handle = SharedHandle(self._path, source, shares=form is not None, patience=terms.patience)
+        """`form` is the signature of `decode`; None if there is none, or if it cannot be compared with that of other jobs."""
+        self.source, self.workers, self.budget = source, workers, config.budget
+        self._config, self._identity, self._form = config, identity, form or ""
+        self._path = finding.socket_of(config.name)
+        self.handle = SharedHandle(self._path, source, shares=form is not None, patience=config.patience)
         self._owner = os.getpid()
         self._line: Line | None = None
         self._serial, self._looked, self._started = 0, 0.0, 0.0
         self._published: dict[str, Any] = {}
-        """The window in progress, as it was told to the feed."""
+        """The window in progress, as published to the feed."""
         self._launch: subprocess.Popen[str] | None = None
         self._failed_before = self._stopped = False
         """True if the feed was stopped on purpose."""
@@ -67,7 +67,7 @@ class JobFeed:
     # --- windows ---
 
     def window(self, shard: Shard, delivered: set[int], unread: npt.NDArray[np.bool_] | None = None) -> None:
-        """Begin a window of which this rank takes `shard`, but for the batches in `delivered` and the visits in `unread`."""
+        """Begin a window of which this rank takes `shard`, except for batches in `delivered` and visits in `unread`."""
         if os.getpid() != self._owner:
             raise ConfigError("The feed belongs to the process that made the Loader; make one in each that iterates.")
         self._serial += 1
@@ -89,11 +89,11 @@ class JobFeed:
             self._publish()
 
     def ticket(self, position: int) -> int:
-        """The ticket of the batch at `position` among those wanted in this window."""
+        """The ticket of the batch at `position` among those needed in this window."""
         return (self._serial << SERIAL_SHIFT) + position
 
     def delivered(self, ticket: int) -> list[str]:
-        """A batch has arrived; returns what the user should know."""
+        """A batch has arrived; returns warnings for the user."""
         now = time.monotonic()
         if now - self._looked > SECONDS_BETWEEN_LOOKS:
             self._looked = now
@@ -110,24 +110,24 @@ class JobFeed:
         return self._serial
 
     def break_off(self, serial: int) -> None:
-        """End a window early: what workers still wait for, they get."""
+        """End a window early; workers still get what they wait for."""
 
     def restore(self, resident: Ids) -> None:
-        """What a feed holds does not depend on this run."""
+        """Do nothing: what a feed holds does not depend on this run."""
 
     @property
     def kept(self) -> npt.NDArray[np.bool_]:
-        """Nothing, bool [n]: what is in memory depends on other jobs, and plans must not."""
+        """No samples, bool [n]: what is in memory depends on other jobs, and plans must not."""
         return np.zeros(len(self.source), dtype=bool)
 
     def rival_bytes(self, trace: Trace, unread: Callable[[Plan], npt.NDArray[np.bool_] | None]) -> dict[str, int]:
-        """No comparison: what the store sent was for other jobs too."""
+        """Nothing to compare with: the store sent bytes for other jobs too."""
         return {}
 
     # --- in numbers ---
 
     def counts(self) -> dict[str, int]:
-        """What this job took, and what the feed did for all jobs."""
+        """Counts of what this job took, and of what the feed did for all jobs."""
         if self._line is not None:
             try:
                 self._line.tell("counts")
@@ -139,16 +139,16 @@ class JobFeed:
         return self._counts
 
     def take_counts(self) -> Counts:
-        """Requests of this job alone: none, where the feed reads. Those of workers without a feed travel with their batches."""
+        """Requests of this job alone: none if the feed reads. Workers without a feed send theirs along with batches."""
         return Counts()
 
     def summary(self, rivals: Mapping[str, int]) -> str:
         """What the feed did, in words."""
         counts = self.counts()
         if not counts:
-            return f"The feed {self._terms.name!r} was not reached."
+            return f"The feed {self._config.name!r} was not reached."
         return (
-            f"Feed {self._terms.name!r}, shared: of {counts['samples']:,} samples that this job took {counts['hits']:,} "
+            f"Feed {self._config.name!r}, shared: of {counts['samples']:,} samples that this job took {counts['hits']:,} "
             f"were there when it asked, and it decoded {counts['decoded']:,} itself. For all jobs since it began, the feed was "
             f"sent {size(counts['bytes_sent'])} in {counts['requests']:,} requests."
         )
@@ -163,7 +163,7 @@ class JobFeed:
     # --- the connection ---
 
     def _connect(self) -> None:
-        """Join the feed; Gone where it does not run, ConfigError where it is not for this job."""
+        """Join the feed; raises Gone if it is not running, ConfigError if this job cannot use it."""
         line = Line(self._path)
         words = {
             "role": "job", "version": __version__, "identity": self._identity, "form": self._form, "pid": os.getpid(),
@@ -177,7 +177,7 @@ class JobFeed:
         self.handle.belongs_to(int(answer.words["job"]))
 
     def _publish(self) -> None:
-        """Tell the feed the plan of this window."""
+        """Send the feed the plan of this window."""
         if self._line is None or not self._published:
             return
         numbers = {name: self._published[name] for name in ("ids", "ends", "importance")}
@@ -187,7 +187,7 @@ class JobFeed:
             self._lose()
 
     def _hear(self) -> None:
-        """Take note of what the feed has said meanwhile."""
+        """Handle the messages that the feed has sent meanwhile."""
         try:
             while self._line is not None and self._line.waiting():
                 message = self._line.hear()
@@ -202,27 +202,27 @@ class JobFeed:
             self._stopped = True
 
     def _lose(self) -> None:
-        """The feed is gone."""
+        """Note that the feed is gone."""
         self.close()
         ending = (
             "was stopped; this job reads by itself from here on"
             if self._stopped
             else "died; this job reads by itself until it is back"
         )
-        self._said.append(f"The feed {self._terms.name!r} {ending}. Nothing is lost.")
+        self._said.append(f"The feed {self._config.name!r} {ending}. Nothing is lost.")
 
     def _reconnect(self, *, wait: bool) -> None:
-        """Join a feed that was started anew, by this job or by another one."""
+        """Join a feed that was restarted by this job or by another one."""
         try:
-            if wait or finding.ask(self._terms.name, "status") is not None:
-                finding.ensure(self._terms, self.source.index)
+            if wait or finding.ask(self._config.name, "status") is not None:
+                finding.ensure(self._config, self.source.index)
                 self._connect()
-                self._said.append(f"The feed {self._terms.name!r} is back.")
+                self._said.append(f"The feed {self._config.name!r} is back.")
                 self._publish()
                 self._forget_launch()
             elif self._launch is None and time.monotonic() - self._started > SECONDS_BETWEEN_STARTS:
                 self._started = time.monotonic()
-                self._launch = finding.launch(self._terms, self.source.index)
+                self._launch = finding.launch(self._config, self.source.index)
             elif self._launch is not None and self._launch.poll() is not None:
                 self._forget_launch()
         except (Gone, OSError, ConfigError) as error:  # StoreError is an OSError
@@ -230,11 +230,11 @@ class JobFeed:
             if not self._failed_before:
                 self._failed_before = True
                 self._said.append(
-                    f"The feed {self._terms.name!r} cannot be joined again ({error}); this job reads by itself."
+                    f"The feed {self._config.name!r} cannot be joined again ({error}); this job reads by itself."
                 )
 
     def _forget_launch(self) -> None:
-        """The process that starts feeds has done so, or has failed."""
+        """Forget the process that was to start a feed: it has done so, or has failed."""
         if self._launch is not None:
             for pipe in (self._launch.stdin, self._launch.stdout, self._launch.stderr):
                 if pipe is not None:

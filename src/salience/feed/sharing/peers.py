@@ -1,4 +1,4 @@
-"""Who is connected to a shared feed: jobs, which publish plans, and their workers, which take samples."""
+"""The peers of a shared feed: jobs, which publish plans, and their workers, which take samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from salience.feed.sharing.pool import Key
 from salience.feed.sharing.wire import packed
 
 SECONDS_BETWEEN_CHECKS = 0.5
-"""Seconds between two checks that a process lives, where the system does not tell by itself."""
+"""Seconds between two checks that a process is alive, if the system does not report its end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,14 +29,14 @@ class Peer:
     writer: asyncio.StreamWriter
 
     def tell(self, kind: str, words: Mapping[str, Any] | None = None, **arrays: npt.ArrayLike) -> None:
-        """Send a message; a peer that is gone is noticed elsewhere."""
+        """Send a message; a lost peer is noticed elsewhere."""
         with contextlib.suppress(OSError, RuntimeError):
             self.writer.write(packed(kind, words, **arrays))
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A job: what it wants, and what it got."""
+    """A job: what it needs, and what it got."""
 
     number: int
     peer: Peer
@@ -44,52 +44,52 @@ class Job:
     name: str
     plan: JobPlan
     serial: int = 0
-    """Its window; answers to questions about an earlier one are dropped."""
+    """Serial number of its window; answers to questions about an earlier one are dropped."""
     window: int = 0
-    """The same as its plan has it."""
+    """Index of that window, as in its plan."""
     ahead: int = 4
-    """Batches that its workers hold."""
+    """Number of batches that its workers hold."""
     heard: float = field(default_factory=time.monotonic)
-    """When it last said anything."""
+    """Time of its last message."""
     waited: float = 0.0
-    """Seconds that it was held for slower jobs of its group, in this window."""
+    """Seconds for which it was held up for slower jobs of its group in this window."""
     held_since: float = 0.0
-    """When it was last seen waiting; 0 while it does not."""
+    """Time since which it waits; 0 if it does not."""
     samples: int = 0
     hits: int = 0
-    """Samples that were there in its form when it asked."""
+    """Samples that were in memory in its form when it asked."""
     decoded: int = 0
     """Samples that it decoded itself."""
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """A worker of a job, and the batch that it is making."""
+    """A worker of a job, and the batch it is making."""
 
     peer: Peer
     job: Job
     serial: int = 0
     number: int = 0
-    """The batch, as a number in the window."""
+    """Index of the batch in the window."""
     pending: dict[int, None] = field(default_factory=dict[int, None])
-    """Samples of its batch that it was not handed yet."""
+    """Samples of its batch that it has not received yet."""
     available: dict[int, None] = field(default_factory=dict[int, None])
-    """Those of them about which there may be news."""
+    """Those of them for which there may be news."""
     listening: bool = False
     """True while it waits for an answer."""
     since: float = 0.0
-    """When it began to."""
+    """Time since which it waits."""
     failed: str = ""
     pinned: list[Key] = field(default_factory=list[Key])
-    """What it was shown and has not copied yet."""
+    """Samples that it was shown and has not copied yet."""
     claims: dict[Key, float] = field(default_factory=dict[Key, float])
-    """What it is to decode, and since when."""
+    """Samples assigned to it, and since when."""
     filling: set[Key] = field(default_factory=set[Key])
-    """What it is writing into memory."""
+    """Samples that it is writing into memory."""
 
 
 def user_of(writer: asyncio.StreamWriter) -> int | None:
-    """The user at the other end; None where the system does not say."""
+    """Id of the user at the other end; None if the system does not say."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None
     raw = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -97,7 +97,7 @@ def user_of(writer: asyncio.StreamWriter) -> int | None:
 
 
 def watch_end(pid: int, call: Callable[[], None]) -> Callable[[], None]:
-    """Call `call` on this event loop when the process ends, however it ends; returns what stops the watch."""
+    """Call `call` on this event loop when the process ends for any reason; returns a function that stops the watch."""
     loop = asyncio.get_running_loop()
     try:
         descriptor = os.pidfd_open(pid)

@@ -1,7 +1,7 @@
-"""The memory of a shared feed: samples in several forms, and which of them go when room is needed.
+"""The memory of a shared feed: samples in several forms, and which of them are evicted when room is needed.
 
-Form 0 is the bytes of a sample, other forms are what a `decode` makes of them. What is wanted last goes first (`demand`); a
-sample that somebody is reading or filling stays.
+Form 0 is the bytes of a sample; other forms are the results of a `decode`. The sample wanted last is evicted first (`demand`);
+a sample that is being read or filled stays.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from salience.feed.space import Space, slot
 RAW = 0
 """The form that is the sample's bytes."""
 FEWEST_VICTIMS = 64
-"""Samples that are ranked for eviction at a time, at least."""
+"""Minimum number of samples ranked for eviction at a time."""
 
 Key = tuple[int, int]
 """Form and sample."""
@@ -29,11 +29,11 @@ class Entry:
     offset: int
     size: int
     pins: int = 0
-    """Readers and writers that hold it."""
+    """Number of readers and writers that hold it."""
     ready: bool = False
-    """True once its bytes are there."""
+    """True once its bytes are in memory."""
     print: int = 0
-    """Fingerprint of the bytes that it was decoded from; 0 = not known."""
+    """Fingerprint of the bytes it was decoded from; 0 = not known."""
 
 
 class Pool:
@@ -44,7 +44,7 @@ class Pool:
         self._space = Space(capacity)
         self._entries: dict[Key, Entry] = {}
         self._victims: list[tuple[float, Key]] = []
-        """Ranked for eviction: wanted last at the end."""
+        """Samples ranked for eviction: those wanted last are at the end."""
         self.decoded_bytes = 0
         self.evicted = 0
 
@@ -69,14 +69,14 @@ class Pool:
         return self._entries.get((form, i))
 
     def ready(self, form: int, i: int) -> Entry | None:
-        """The sample in this form, if its bytes are there."""
+        """The sample in this form, if its bytes are in memory."""
         entry = self._entries.get((form, i))
         return entry if entry is not None and entry.ready else None
 
     def reserve(self, form: int, i: int, size: int, soon: float | None = None) -> Entry | None:
-        """Memory for a sample; None if there is none. It is pinned until it is `filled`.
+        """Reserve memory for a sample; None if there is none. The sample is pinned until it is `filled`.
 
-        `soon`: seconds in which it is wanted; only what is wanted later may go for it. None = whatever nobody holds may go.
+        `soon`: seconds until it is wanted; only samples wanted later may be evicted. None = any sample that nobody holds.
         """
         if not self.fits(size):
             return None
@@ -102,19 +102,19 @@ class Pool:
         return entry
 
     def filled(self, form: int, i: int) -> None:
-        """Its bytes are there."""
+        """The bytes of the sample are in memory."""
         entry = self._entries[form, i]
         entry.ready = True
         entry.pins -= 1
 
     def drop(self, form: int, i: int) -> None:
-        """Free the memory of a sample, whoever holds it."""
+        """Free the memory of a sample, even if it is held."""
         entry = self._entries.pop((form, i))
         self._space.give(entry.offset, entry.size)
         self.decoded_bytes -= entry.size if form != RAW else 0
 
     def _victim(self, decoded: bool) -> tuple[float, Key] | None:
-        """The ranked sample that is wanted last and that nobody holds; only a decoded one if `decoded`."""
+        """The ranked sample that is wanted last and not held; only a decoded one if `decoded`."""
         spared: list[tuple[float, Key]] = []
         found = None
         while self._victims and found is None:
@@ -130,7 +130,7 @@ class Pool:
         return found
 
     def _rank(self) -> None:
-        """Rank what nobody holds by when it is wanted."""
+        """Rank samples that are not held by when they are wanted."""
         self._victims = []
         free = [key for key, entry in self._entries.items() if not entry.pins]
         for form in {form for form, _ in free}:

@@ -1,7 +1,7 @@
-"""The process of a shared feed: it reads for all jobs of a node in the order of the union of their plans.
+"""The process of a shared feed: it reads for all jobs on a node, in the order of the union of their plans.
 
-It runs no code of theirs: jobs decode what they are the first to need, and put the result where the others find it (`handing`).
-Claims and pins belong to a connection and end with it, so that nothing is held by a process that has died.
+It runs none of their code: the job that needs a sample first decodes it and puts the result into memory for the others
+(`handing`). Claims and pins belong to a connection and end with it, so that nothing is held by a process that has died.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from salience._version import __version__
 from salience.feed.fetcher import Fetcher
 from salience.feed.ranges import Neighbours
 from salience.feed.reads import Broken, Reader
+from salience.feed.sharing.config import FeedConfig
 from salience.feed.sharing.demand import Demand, JobPlan
 from salience.feed.sharing.handing import Handing
 from salience.feed.sharing.peers import Job, Peer, Worker, user_of, watch_end
 from salience.feed.sharing.pool import RAW, Pool
-from salience.feed.sharing.terms import Terms
 from salience.feed.sharing.wire import Message, read_message
 from salience.feed.tiers import Tier
 from salience.memory import Memory
 
 TICK_SECONDS = 0.05
-"""Seconds between two looks at who waits for whom."""
+"""Seconds between two checks of which job waits for which."""
 REQUESTS_AT_ONCE = 8
-"""Requests under way that are taken for granted when it is asked how large they have to be."""
+"""Number of requests assumed in flight when their size is chosen."""
 PACKAGE_BYTES = 256 * 1024
-"""Bytes of one request with neighbours that are wanted later."""
+"""Size of a request with neighbours that are needed later."""
 
 
 class Service:
-    """Jobs and workers come and go by connections; `run` ends when it is told to, or when nobody was there for a while."""
+    """Serves jobs and workers over connections; `run` ends when told to, or when there were no jobs for a while."""
 
-    def __init__(self, terms: Terms, identity: str, reader: Reader, tiers: Sequence[Tier]) -> None:
-        self.terms, self.identity, self.index = terms, identity, reader.index
+    def __init__(self, config: FeedConfig, identity: str, reader: Reader, tiers: Sequence[Tier]) -> None:
+        self.config, self.identity, self.index = config, identity, reader.index
         self.demand = Demand(len(reader.index))
-        self.memory = Memory(terms.capacity)
+        self.memory = Memory(config.capacity)
         self._mean_bytes = float(reader.index.size.mean()) if len(reader.index) else 1.0
         self._data = memoryview(self.memory.buffer)
-        self.pool = Pool(terms.capacity, terms.budget, self.demand)
+        self.pool = Pool(config.capacity, config.budget, self.demand)
         self.fetcher = Fetcher(reader, tiers, reader.index.size, self._arrived, self._lost)
         self.handing = Handing(self.pool, self.demand, self._fetch)
         self.jobs: dict[int, Job] = {}
@@ -55,14 +55,14 @@ class Service:
         """Signature of a decode -> number of its form."""
         self._along = Neighbours(reader.index, gap=reader.gap, most=PACKAGE_BYTES)
         self._starved: dict[int, None] = {}
-        """Samples that a worker waits for and for which there was no memory."""
+        """Samples that a worker waits for but for which there was no memory."""
         self._last_job = 0
         self._wake, self._over = asyncio.Event(), asyncio.Event()
         self._timed = False
         self._last_used = time.monotonic()
 
     async def run(self, path: str, begun: Callable[[], None]) -> None:
-        """Serve at this socket; `begun` is called once jobs can connect."""
+        """Serve on this socket; `begun` is called once jobs can connect."""
         server = await asyncio.start_unix_server(self._connected, path)
         os.chmod(path, 0o600)
         begun()
@@ -74,7 +74,7 @@ class Service:
             idle = time.monotonic() - self._last_used
             if self.jobs:
                 self._last_used = time.monotonic()
-            elif self.terms.linger is not None and idle > self.terms.linger:
+            elif self.config.linger is not None and idle > self.config.linger:
                 break
         server.close()
         with contextlib.suppress(OSError):
@@ -82,7 +82,7 @@ class Service:
         await self.fetcher.close()
 
     def stop(self) -> None:
-        """End, from any thread."""
+        """Stop, from any thread."""
         self.fetcher.reader.loop.call_soon_threadsafe(self._end)
 
     def _end(self) -> None:
@@ -178,8 +178,8 @@ class Service:
         await peer.writer.drain()
 
     def _refusal(self, hello: Message) -> str:
-        """Why a job cannot use this feed; empty if it can."""
-        name, words = self.terms.name, hello.words
+        """The reason why a job cannot use this feed; empty if it can."""
+        name, words = self.config.name, hello.words
         if words["version"] != __version__:
             return (
                 f"The feed {name!r} is run by salience {__version__} and this job is salience {words['version']}: give this "
@@ -187,7 +187,7 @@ class Service:
             )
         if words["identity"] != self.identity:
             return (
-                f"There is a feed {name!r} on this machine already, and it reads other data ({self.terms.url}): give this "
+                f"There is a feed {name!r} on this machine already, and it reads other data ({self.config.url}): give this "
                 f"job's feed another name, or stop that one when its jobs are done (`salience feed stop {name}`)."
             )
         return ""
@@ -205,7 +205,7 @@ class Service:
         self._wake.set()
 
     def _left(self, job: Job) -> None:
-        """A job has ended: what it held is free."""
+        """A job has ended: release what it held."""
         if self.jobs.pop(job.number, None) is None:
             return
         self.demand.jobs.pop(job.number, None)
@@ -217,7 +217,7 @@ class Service:
     # --- reading ---
 
     def _look(self) -> None:
-        """Read ahead for every job as far as it may, and answer who waits."""
+        """Read ahead for every job as far as allowed, and answer workers that wait."""
         self.handing.overdue(time.monotonic())
         self._fetch([i for i in self._starved if self.handing.wanted(i)])
         held = self._held()
@@ -227,15 +227,15 @@ class Service:
         self._flush()
 
     def _ahead(self, plan: JobPlan) -> int:
-        """Bytes to read ahead for a job: four times what is under way when the link is busy, and what its workers hold."""
+        """Bytes to read ahead for a job: four times the bytes in flight on a busy link, and what its workers hold."""
         bandwidth, latency = self.fetcher.link()
-        room = (self.terms.capacity - self.terms.budget) // max(1, len(self.jobs))
+        room = (self.config.capacity - self.config.budget) // max(1, len(self.jobs))
         job = next(one for one in self.jobs.values() if one.plan is plan)
         least = (job.ahead + 1) * int(plan.batch_size * self._mean_bytes)
         return int(min(max(room, least), max(least, 4 * bandwidth * latency)))
 
     def _stage(self, plan: JobPlan) -> bool:
-        """Fetch what the next batch of a job lacks; False if there is no memory for it now."""
+        """Fetch the missing samples of a job's next batch; False if there is no memory for them now."""
         pool, number = self.pool, plan.staged
         lacking = [
             i for i in plan.batches[number].tolist() if pool.get(plan.form, i) is None and pool.get(RAW, i) is None
@@ -254,9 +254,9 @@ class Service:
         return enough
 
     def _neighbours(self, ids: list[int]) -> list[int]:
-        """Neighbours in their shards that are wanted later, as far as there is room that nobody uses.
+        """Neighbours in their shards that are needed later, as far as there is unused memory.
 
-        None where requests for single samples keep the link busy: what is read along makes this batch wait.
+        None if requests for single samples keep the link busy: reading more would delay this batch.
         """
         along = list[int]()
         bandwidth, latency = self.fetcher.link()
@@ -265,7 +265,7 @@ class Service:
         for i in ids:
             for j in self._along.beside(i, self._lacks):
                 if (
-                    self.pool.free < self.terms.capacity // 8
+                    self.pool.free < self.config.capacity // 8
                     or self.pool.reserve(RAW, j, int(self.index.size[j]), 0.0) is None
                 ):
                     return along
@@ -273,7 +273,7 @@ class Service:
         return along
 
     def _lacks(self, i: int) -> bool:
-        """True if a job wants sample i and nothing of it is here."""
+        """True if a job needs sample i and it is in memory in no form."""
         return any(plan.wants(i) and self.pool.get(plan.form, i) is None for plan in self.demand.jobs.values()) and (
             self.pool.get(RAW, i) is None
         )
@@ -317,7 +317,7 @@ class Service:
     # --- answering ---
 
     def _soon(self) -> None:
-        """Answer in a moment, so that samples that come together are handed over together."""
+        """Answer in a moment, so that samples that arrive together are delivered together."""
         if not self._timed:
             self._timed = True
             asyncio.get_running_loop().call_later(0.003, self._flush_timed)
@@ -341,12 +341,12 @@ class Service:
     # --- who waits for whom ---
 
     def _most_lead(self, job: Job) -> float:
-        """Batches that a job may be ahead of the slowest with the same plan: what half of the memory holds."""
+        """How many batches a job may be ahead of the slowest with the same plan: as many as fit into half of the memory."""
         total, count = self.handing.sizes.get(job.plan.form, (0, 0))
         mean = total / count if count else self._mean_bytes
-        if mean * len(self.index) <= self.terms.budget:
+        if mean * len(self.index) <= self.config.budget:
             return float("inf")  # everything stays: nobody has to wait
-        return max(4.0 + job.ahead, 0.5 * self.terms.budget / max(1.0, mean * job.plan.batch_size))
+        return max(4.0 + job.ahead, 0.5 * self.config.budget / max(1.0, mean * job.plan.batch_size))
 
     def _held(self) -> list[JobPlan]:
         """Plans of jobs that wait for slower ones; the slowest is demoted once they have waited long enough."""
@@ -358,7 +358,7 @@ class Service:
                 continue
             job.waited += now - job.held_since if job.held_since else 0.0
             job.held_since = now
-            if job.waited < self.terms.patience:
+            if job.waited < self.config.patience:
                 held.append(job.plan)
                 continue
             slow.demoted, job.waited = True, 0.0
@@ -369,7 +369,7 @@ class Service:
         job.peer.tell(
             "warning",
             {
-                "text": f"This job is behind others with the same plan on the feed {self.terms.name!r}, and they no longer "
+                "text": f"This job is behind others with the same plan on the feed {self.config.name!r}, and they no longer "
                 "wait for it: what memory does not hold any more is read and decoded again. A larger cache= avoids that."
             },
         )
@@ -377,11 +377,11 @@ class Service:
     # --- in numbers ---
 
     def _counts(self, job: Job) -> dict[str, int]:
-        """What this job asked for, and what the feed did for all jobs since it began."""
+        """Counts of what this job asked for, and of what the feed has done for all jobs since it began."""
         return {"samples": job.samples, "hits": job.hits, "decoded": job.decoded, **self.fetcher.counts()}
 
     def status(self) -> dict[str, Any]:
-        """What is going on, for `salience feed status`."""
+        """The state of the feed, for `salience feed status`."""
         jobs = [
             {
                 "pid": job.pid, "name": job.name, "window": job.window,
@@ -392,8 +392,8 @@ class Service:
             for job in self.jobs.values()
         ]  # fmt: skip
         return {
-            "name": self.terms.name, "url": self.terms.url, "pid": os.getpid(), "version": __version__,
-            "cache": self.terms.budget, "used": self.pool.used, "held": len(self.pool), "evicted": self.pool.evicted,
+            "name": self.config.name, "url": self.config.url, "pid": os.getpid(), "version": __version__,
+            "cache": self.config.budget, "used": self.pool.used, "held": len(self.pool), "evicted": self.pool.evicted,
             "published": self.handing.published, "claims": sum(len(one.claims) for one in self._workers),
             "pins": sum(len(one.pinned) for one in self._workers), "jobs": jobs, **self.fetcher.counts(),
         }  # fmt: skip

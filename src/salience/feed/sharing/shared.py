@@ -1,4 +1,4 @@
-"""salience.SharedFeed: samples at a URL that all jobs of a node read through one feed, found by name."""
+"""salience.SharedFeed: samples at a URL that all jobs on a node read through one feed, found by name."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from salience.errors import ConfigError, StoreError
 from salience.feed.index import Index, Names
 from salience.feed.options import Decode
 from salience.feed.sharing import finding
+from salience.feed.sharing.config import FeedConfig
 from salience.feed.sharing.job import JobFeed
 from salience.feed.sharing.signature import signature
-from salience.feed.sharing.terms import Terms
 from salience.feed.sizes import memory_bytes, parse_bytes
 from salience.feed.source import Source
 from salience.feed.tiers import identity
 
 LEAST_WORKING_BYTES = 64 * 1024 * 1024
-"""Memory beside the cache, for what is read ahead, at least."""
+"""Minimum memory beside the cache, for what is read ahead."""
 WORKING_SAMPLES = 4096
-"""Samples of mean size for which there is memory beside the cache."""
+"""Number of samples of mean size for which there is memory beside the cache."""
 
 
 class SharedFeed:
-    """N samples at `url`, fetched and decoded once per node whatever the number of jobs that read them.
+    """N samples at `url`, fetched and decoded once per node however many jobs read them.
 
         feed = salience.SharedFeed("s3://bucket/shards", cache="16GiB", decode=decode)   # in every job
         loader = salience.Loader(feed, batch_size=128, select="default")                 # with a plan of its own
 
-    The first job that asks for a feed of this `name` (by default made of the URL) starts its process; the others find it.
-    It reads for all jobs in the order in which their plans want samples next, and keeps decoded samples in `cache` bytes of
-    memory. Whoever needs a sample first decodes it. What is random belongs into `augment=` of each Loader: stages declared
-    `random=False` that come first are shared too, and every job gets the tensors that it would have got alone.
+    The first job that asks for a feed of this `name` (by default derived from the URL) starts its process; the others find
+    it. The feed reads for all jobs in the order in which their plans need samples, and keeps decoded samples in `cache` bytes
+    of memory. The job that needs a sample first decodes it. Random transforms belong into `augment=` of each Loader; leading
+    stages declared `random=False` are shared too, and every job gets the same tensors as if it ran alone.
 
-    Jobs with the same plan wait for the slowest of them for up to `patience` seconds per window, where memory cannot hold what
-    lies between them. The process ends `linger` seconds after the last job (None: by `salience feed stop`). If it dies, jobs
-    read by themselves until one of them has started it anew. Other options are those of a `Source`.
+    Jobs with the same plan wait for the slowest of them for up to `patience` seconds per window if memory cannot hold the
+    samples between them. The process ends `linger` seconds after the last job (None: by `salience feed stop`). If it dies,
+    jobs read by themselves until one of them has restarted it. Other options are those of a `Source`.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class SharedFeed:
         self._identity = identity(self.source.url, self.source.index)
         self.name = name or default_name(self.source.url, self._identity)
         budget, capacity = _room(cache, self.source.sizes)
-        self.terms = Terms(
+        self.config = FeedConfig(
             name=self.name, url=self.source.url, index="", budget=budget, capacity=capacity, disk=disk, redis=redis,
             retries=retries, deadline=deadline, concurrency=concurrency, linger=linger, patience=patience,
         )  # fmt: skip
         finding.socket_of(self.name)
-        self.started = finding.ensure(self.terms, self.source.index)
-        """True if this process started the feed; otherwise it was there."""
+        self.started = finding.ensure(self.config, self.source.index)
+        """True if this process started the feed; False if it was already running."""
         refusal = finding.ask(self.name, "fits", {"identity": self._identity})
         if refusal is None:
             raise StoreError(f"The feed {self.name!r} ended just after it was found; try again.")
@@ -93,12 +93,12 @@ class SharedFeed:
 
     @property
     def labels(self) -> npt.NDArray[np.int32]:
-        """Class of each sample as an index into `classes`, int32 [N]; -1 where not known."""
+        """Class of each sample as an index into `classes`, int32 [N]; -1 = not known."""
         return self.source.labels
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes; empty where they are not known."""
+        """Names of the classes; empty if they are not known."""
         return self.source.classes
 
     @property
@@ -112,25 +112,25 @@ class SharedFeed:
         return self.source.sizes
 
     def status(self) -> dict[str, Any] | None:
-        """What the feed does and which jobs read from it; None if it does not run."""
+        """What the feed does and which jobs read from it; None if it is not running."""
         return finding.ask(self.name, "status")
 
     def open(self, decode: Decode | None, *, workers: int) -> JobFeed:
-        """This process as a job of the feed, which wants samples as `decode` makes them."""
-        finding.ensure(self.terms, self.source.index)
+        """Join the feed as a job that needs samples decoded by `decode`."""
+        finding.ensure(self.config, self.source.index)
         return JobFeed(
-            self.terms, self._identity, self.source, None if decode is None else signature(decode), decode, workers
+            self.config, self._identity, self.source, None if decode is None else signature(decode), decode, workers
         )
 
 
 def default_name(url: str, identity: str) -> str:
-    """The last part of the URL, as far as it can be in a name, and what identifies its samples."""
+    """A name from the last part of the URL and a digest that identifies its samples."""
     last = re.sub(r"[^A-Za-z0-9]+", "-", url.rstrip("/").rpartition("/")[2]).strip("-")[:40]
     return f"{last or 'feed'}-{identity[:8]}"
 
 
 def _room(cache: int | str | None, sizes: npt.NDArray[np.int64]) -> tuple[int, int]:
-    """Bytes for samples that will be wanted again, and of all memory of a feed."""
+    """Bytes for samples that will be needed again, and of a feed's memory in total."""
     memory = memory_bytes()
     mean = float(sizes.mean()) if len(sizes) else 0.0
     working = max(LEAST_WORKING_BYTES, int(WORKING_SAMPLES * mean), 4 * int(sizes.max(initial=0)))

@@ -1,4 +1,4 @@
-"""Whether two jobs decode alike: a signature of the function, of what it was made with, and of the files it is written in.
+"""Whether two jobs decode in the same way: a signature of the function, its values, and its source files.
 
 A lambda, a closure, or an object that cannot be pickled has no signature and is not shared.
 """
@@ -41,7 +41,7 @@ class _Pickler(pickle.Pickler):
 
 
 def signature(decode: Any) -> str | None:
-    """32 hex digits that are the same for the same code with the same values; None if that cannot be told."""
+    """32 hex digits that are equal for the same code with the same values; None if that cannot be determined."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     try:
@@ -55,7 +55,7 @@ def signature(decode: Any) -> str | None:
 
 
 def _written(name: str) -> bytes:
-    """A digest of the file of a module; its version where it has no file of Python code."""
+    """A digest of the file of a module; its version if it has no file of Python code."""
     module = sys.modules.get(name)
     path = getattr(module, "__file__", None)
     if path is not None and path.endswith(".py"):

@@ -18,16 +18,16 @@ import numpy.typing as npt
 Ids = npt.NDArray[np.int64]
 _HEAD = struct.Struct(">II")
 MAX_MESSAGE_BYTES = (1 << 31) - 1
-"""Longest part of a message; anything above is no message of ours."""
+"""Maximum size of a part of a message; anything larger is not one of our messages."""
 
 
 class Gone(ConnectionError):
-    """The other side is not there any more."""
+    """The other side is gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What is said, and the numbers that belong to it."""
+    """A message: its kind, its words, and the arrays that belong to it."""
 
     words: Mapping[str, Any]
     arrays: Mapping[str, Ids] = field(default_factory=dict[str, Ids])
@@ -37,7 +37,7 @@ class Message:
         return str(self.words.get("kind", ""))
 
     def array(self, name: str) -> Ids:
-        """The array of this name; empty if there is none."""
+        """The array with this name; empty if there is none."""
         return self.arrays.get(name, np.empty(0, dtype=np.int64))
 
 
@@ -61,7 +61,7 @@ def _unpacked(text: bytes, body: bytes) -> Message:
 
 
 async def read_message(reader: asyncio.StreamReader) -> Message:
-    """The next message of a stream; asyncio.IncompleteReadError at its end."""
+    """The next message of a stream; raises asyncio.IncompleteReadError at its end."""
     text, body = _HEAD.unpack(await reader.readexactly(_HEAD.size))
     if max(text, body) > MAX_MESSAGE_BYTES:
         raise ConnectionError("no message of ours")
@@ -69,7 +69,7 @@ async def read_message(reader: asyncio.StreamReader) -> Message:
 
 
 class Line:
-    """The job's end of a connection. Every failure of it is a Gone."""
+    """The job's end of a connection. Every failure raises Gone."""
 
     def __init__(self, path: str, timeout: float | None = 60.0) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -83,7 +83,7 @@ class Line:
             raise Gone(str(cause)) from cause
 
     def tell(self, kind: str, words: Mapping[str, Any] | None = None, **arrays: npt.ArrayLike) -> None:
-        """Send a message and wait for nothing."""
+        """Send a message without waiting for an answer."""
         try:
             self._socket.sendall(packed(kind, words, **arrays))
         except OSError as cause:
@@ -102,7 +102,7 @@ class Line:
             raise Gone(str(cause)) from cause
 
     def waiting(self) -> bool:
-        """True if something was said that was not heard yet."""
+        """True if there is a message that was not read yet."""
         return bool(select.select([self._socket], [], [], 0)[0])
 
     def _hear(self) -> Message:

@@ -1,4 +1,4 @@
-"""From an event log to a story: what cannot be understood is left out, counted and said."""
+"""Reads an event log into a story; lines that cannot be understood are skipped, counted and mentioned."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Log:
-    """The events of one log, and the lines that are none."""
+    """The events of one log, and the lines that are not events."""
 
     events: tuple[Event, ...]
     faults: tuple[Fault, ...] = ()
@@ -50,7 +50,7 @@ class Log:
 
 
 def read_log(path: Path) -> Log:
-    """All events of a log that can be read; `events.read` stops at newer ones. Without any: an error that says what to do."""
+    """All events of a log that can be read; `events.read` stops at newer ones. If there are none, the error says what to do."""
     try:
         lines = list(scan(path))
         whole = path.read_bytes().endswith(b"\n")
@@ -70,7 +70,7 @@ def read_log(path: Path) -> Log:
     return Log(events=events, faults=faults, cut=not whole and isinstance(lines[-1], Fault) and lines[-1].why == "torn")
 
 
-def tell(
+def story_of(
     log: Log,
     *,
     name: str,
@@ -117,10 +117,10 @@ def tell(
 
 
 def _parts(events: Sequence[Event]) -> tuple[list[list[Event]], int]:
-    """The processes of the last run in the log, and how many runs there are before it.
+    """The events of the last run by process, and the number of runs before it.
 
-    Each process begins with a `run` event. One that plans window 0 again starts anew; any other continues where the one before
-    was stopped.
+    Each process begins with a `run` event. One that plans window 0 again starts a new run; any other continues where the
+    previous one was stopped.
     """
     parts: list[list[Event]] = [[]]
     for event in events:
@@ -136,14 +136,14 @@ def _first_window(part: Sequence[Event]) -> int | None:
 
 
 def _windows(plans: Sequence[WindowPlanned], ended: Sequence[WindowClosed]) -> tuple[Window, ...]:
-    """Plans and ends put together; of a window that was done twice, the last."""
+    """Windows from plans and ends; if a window was done twice, the last one counts."""
     ends = {end.window: end for end in ended}
     both = {plan.window: Window(plan=plan, end=ends.get(plan.window)) for plan in plans}
     return tuple(both[number] for number in sorted(both))
 
 
 def _evaluations(parts: Sequence[Sequence[Event]]) -> tuple[Result, ...]:
-    """Validation results; those a resumed process did again replace the earlier ones."""
+    """Validation results; those repeated by a resumed process replace the earlier ones."""
     found: list[Result] = []
     for part in parts:
         new = [
@@ -160,7 +160,7 @@ def _evaluations(parts: Sequence[Sequence[Event]]) -> tuple[Result, ...]:
 def _added(
     parts: Sequence[Sequence[Event]], kind: type[T], take: Callable[[T], Mapping[str, float]]
 ) -> dict[str, float]:
-    """Counts that grow within a process: the last value of each process, added up."""
+    """The sum over processes of counts that grow within a process: the last value of each."""
     total: Counter[str] = Counter()
     for part in parts:
         found = [one for one in (event.data for event in part) if isinstance(one, kind)]
@@ -183,7 +183,7 @@ def _forecast(data: Summarised) -> dict[str, float] | None:
 
 
 def _shorter(story: Story) -> Shorter | None:
-    """What a run that did not select would have lost with as many visits as selection makes."""
+    """What a run without selection would have lost with as few visits as selection makes."""
     if story.selects:
         return None
     told = story.forecast or {"saved": 0.0, "windows": float(story.epochs)}

@@ -1,4 +1,4 @@
-"""The terms on which a feed runs, as they are handed to its process: JSON, no code."""
+"""The configuration of a feed, as passed to its process: JSON, no code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from salience.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Terms:
+class FeedConfig:
     """What a feed reads, and how much memory it may use."""
 
     name: str
@@ -17,25 +17,25 @@ class Terms:
     index: str
     """Path of its index."""
     budget: int
-    """Bytes for samples that will be wanted again."""
+    """Bytes for samples that will be needed again."""
     capacity: int
-    """Bytes of memory, what is read ahead included."""
+    """Bytes of memory, including what is read ahead."""
     disk: str | None = None
     redis: str | None = None
     retries: int = 8
     deadline: float = 60.0
     concurrency: int = 32
     linger: float | None = 60.0
-    """Seconds that it stays when no job is there; None = until it is stopped."""
+    """Seconds that it keeps running without a job; None = until it is stopped."""
     patience: float = 5.0
-    """Seconds per window that a job is held for slower ones with the same plan."""
+    """Seconds per window for which a job is held up for slower ones with the same plan."""
 
     def dumps(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
-    def loads(cls, text: str) -> Terms:
+    def loads(cls, text: str) -> FeedConfig:
         try:
             return cls(**json.loads(text))
         except (TypeError, ValueError) as cause:
-            raise ConfigError(f"These are no terms of a feed ({cause}).") from cause
+            raise ConfigError(f"This is not the configuration of a feed ({cause}).") from cause
