@@ -316,7 +316,7 @@ def test_a_loader_made_before_the_process_group_is_refused_when_it_is_iterated()
 @pytest.mark.parametrize("last", ["report", "all_reduce"])
 @pytest.mark.parametrize("ends", ["left alone", "destroyed"])
 def test_a_script_ends_with_0_whether_or_not_it_destroys_its_process_group(ends, last):
-    for _ in range(3):
+    for _ in range(2):
         assert [status for status, _ in two_scripts(TRAINS, last, ends)] == [0, 0]
 
 
