@@ -165,9 +165,15 @@ def test_a_scan_says_what_is_wrong_with_each_line(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    [b"\x89PNG\r\n\x1a\n", b"epoch,loss\n1,2\n", b'{"epoch": 1, "loss": 0.5}\n', b'{\n  "model": "cnn"\n}\n', b'{"kind": "scalar"}\n'],
+    [
+        b"\x89PNG\r\n\x1a\n",
+        b"epoch,loss\n1,2\n",
+        b'{"epoch": 1, "loss": 0.5}\n',
+        b'{\n  "model": "cnn"\n}\n',
+        b'{"kind": "scalar"}\n',
+    ],
     ids=["picture", "table", "JSON lines", "JSON", "JSON lines with a kind"],
-)  # fmt: skip
+)
 def test_a_file_that_is_no_log_is_refused_and_left_as_it_was(tmp_path, content):
     (tmp_path / "mine").write_bytes(content)
     with pytest.raises(StateError, match=r"mine' exists and is not an event log"):
