@@ -163,11 +163,30 @@ def test_a_scan_says_what_is_wrong_with_each_line(tmp_path):
     assert event.data == Warned(text="a")
 
 
-def test_a_file_that_is_no_log_is_refused_and_left_as_it_was(tmp_path):
-    (tmp_path / "photo.png").write_bytes(b"\x89PNG\r\n\x1a\n")
-    with pytest.raises(StateError, match=r"photo\.png' exists and is not an event log"):
-        EventLog(tmp_path / "photo.png")
-    assert (tmp_path / "photo.png").read_bytes() == b"\x89PNG\r\n\x1a\n"
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x89PNG\r\n\x1a\n",
+        b"epoch,loss\n1,2\n",
+        b'{"epoch": 1, "loss": 0.5}\n',
+        b'{\n  "model": "cnn"\n}\n',
+        b'{"kind": "scalar"}\n',
+    ],
+    ids=["picture", "table", "JSON lines", "JSON", "JSON lines with a kind"],
+)
+def test_a_file_that_is_no_log_is_refused_and_left_as_it_was(tmp_path, content):
+    (tmp_path / "mine").write_bytes(content)
+    with pytest.raises(StateError, match=r"mine' exists and is not an event log"):
+        EventLog(tmp_path / "mine")
+    assert (tmp_path / "mine").read_bytes() == content
+
+
+@pytest.mark.parametrize("left", ["", '{"kind": "lo', '{"kind": "log", "v"'])
+def test_a_log_whose_first_line_is_torn_is_continued(tmp_path, left):
+    (tmp_path / "run.jsonl").write_text(left)
+    for text in ("a", "b"):
+        EventLog(tmp_path / "run.jsonl").emit(Warned(text=text))
+    assert [event.data.text for event in read(tmp_path / "run.jsonl")] == ["a", "b"]
 
 
 def test_training_continues_when_the_log_can_no_longer_be_written_and_that_is_said_once(tmp_path, caplog):

@@ -62,6 +62,17 @@ def test_a_link_in_the_way_is_not_written_through(tmp_path):
     assert (tmp_path / "elsewhere").read_text() == "precious"
 
 
+def test_a_folder_or_a_pipe_in_the_way_stays_and_is_said(tmp_path):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for name, why in (("folder", "Is a directory"), ("pipe", "Invalid argument")):
+        with pytest.raises(OSError, match=f"{why}: '.*{name}'$"):
+            write_text(tmp_path / name, "text")
+    assert (tmp_path / "folder").is_dir()
+    assert (tmp_path / "pipe").is_fifo()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_permissions_are_those_of_any_other_file(tmp_path):
     code = (
         "import os, sys; from salience.files import write_text\n"

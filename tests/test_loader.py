@@ -359,6 +359,7 @@ def test_losses_that_are_not_finite_are_reported(problem):
         ({"shuffle": False, "select": "default", "epochs": 3}, "leave one out"),
         ({"with_ids": True, "ids_key": "_ids"}, "choose one"),
         ({"generator": "globl"}, "must be a torch.Generator"),
+        ({"generator": 3}, "generator is 3; it must be a torch.Generator"),
         ({"sampler": [1]}, "use select="),
         ({"batch_sampler": [[1]]}, "use batch_size= and select="),
         ({"num_worker": 1}, "Did you mean 'num_workers'"),

@@ -172,7 +172,6 @@ def _rank(rank: int, port: int, out: str) -> None:
     np.savez(f"{out}/{rank}.npz", seen=observer.ledger.seen, loss=observer.ledger.last_loss, visits=observer.visits)
     dist.barrier()
     dist.destroy_process_group()
-    os._exit(0)  # Gloo's threads may abort an interpreter that ends by itself
 
 
 def test_two_ranks_with_a_distributed_sampler_share_one_ledger(tmp_path):

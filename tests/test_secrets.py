@@ -24,7 +24,7 @@ import salience
 from salience.cli import main
 from salience.errors import ConfigError, PluginError, StoreError, without_secrets
 from salience.events import EventLog, RunStarted, Warned
-from salience.report.sinks import guarded, sink
+from salience.report.sinks import SINKS, guarded, sink
 
 from conftest import require
 
@@ -150,11 +150,24 @@ def chained(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-def test_no_error_about_a_sink_holds_its_password(monkeypatch):
+@pytest.mark.parametrize("url", [f"me:{SECRET}@127.0.0.1:9", f"127.0.0.1:9/x?token={SECRET}"])
+def test_no_error_about_a_sink_holds_its_password(url, monkeypatch):
     require(importlib.util.find_spec("mlflow") is not None, "mlflow")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with pytest.raises(ConfigError, match="MLflow cannot write") as caught:
-        salience.Selector(4, batch_size=2, sinks=[f"mlflow:http://me:{SECRET}@127.0.0.1:9"])
+        salience.Selector(4, batch_size=2, sinks=[f"mlflow:http://{url}"])
+    assert SECRET not in chained(caught.value)
+
+
+def test_a_sink_that_cannot_be_opened_is_one_sentence_without_its_password(monkeypatch):
+    def refuse(where: str) -> None:
+        raise RuntimeError(f"{where} is no project")
+
+    monkeypatch.setitem(SINKS, "wandb", (refuse, "a project"))
+    with pytest.raises(
+        ConfigError, match=r"cannot be opened \(RuntimeError: https://\*\*\*@host is no project\)"
+    ) as caught:
+        sink(f"wandb:https://me:{SECRET}@host")
     assert SECRET not in chained(caught.value)
 
 
@@ -224,6 +237,9 @@ def test_events_and_warnings_are_written_without_secrets(tmp_path, caplog):
         ("https://token@host", "https://***@host"),
         ("s3://bucket/a@b/c", "s3://bucket/a@b/c"),
         ("/home/a@b/c:d", "/home/a@b/c:d"),
+        ("exceeded with url: /x?token=pw/api&y=1 (Caused by", "exceeded with url: /x?*** (Caused by"),
+        ("path='/x?sig=pw'", "path='/x?***'"),
+        ("/photos/why?.png, a=b? c/d?e=f", "/photos/why?.png, a=b? c/d?e=f"),
     ],
 )
 def test_what_is_masked(text, masked):

@@ -138,7 +138,6 @@ def work(rank: int, port: int, out: str) -> None:
     )
     dist.barrier()
     dist.destroy_process_group()
-    os._exit(0)  # Gloo's threads may abort an orderly exit
 
 
 def test_two_ranks_take_their_half_of_every_step_and_rank_0_steers_both(tmp_path: Path):

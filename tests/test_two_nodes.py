@@ -64,7 +64,6 @@ def work(rank: int, port: int, folder: str, out: str, stop: int, resume: str) ->
         Path(out, f"{rank}.error").write_text(traceback.format_exc())
     dist.barrier()
     dist.destroy_process_group()
-    os._exit(0)
 
 
 def run(out: Path, folder: Path, *, stop: int = -1, resume: str = "") -> list:

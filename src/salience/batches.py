@@ -198,6 +198,8 @@ def keeps_order(samples: list[Any], batch: Any) -> bool | None:
     for key, column in _fields(batch).items():
         if not isinstance(column, Tensor) or column.device.type != "cpu" or column.layout != torch.strided:
             continue
+        if column.is_quantized or column.is_complex():
+            continue
         given = [] if column.numel() != len(samples) else [_number(_part(sample, key)) for sample in samples]
         if len(set(given)) < 2 or None in given:
             continue
@@ -288,7 +290,7 @@ def columns(batch: Any, count: int) -> list[Tensor]:
     return [
         part for part in parts
         if isinstance(part, Tensor) and not part.is_nested and part.layout == torch.strided  # nested ones have no such shape
-        and part.shape in ((count,), (count, 1)) and part.device.type == "cpu" and not part.is_complex()
+        and part.shape in ((count,), (count, 1)) and part.device.type == "cpu" and not part.is_complex() and not part.is_quantized
     ]  # fmt: skip
 
 

@@ -29,11 +29,15 @@ _USER = re.compile(r"://(?:[^\s'\"<>]*:[^\s'\"<>]*|[^\s'\"<>/?#]*)@")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """Control characters except tab and newline, and characters that change the direction of text."""
 _QUERY = re.compile(r"(://[^\s'\"<>?]*\?)[^\s'\"<>]+")
+_QUERY_OF_PATH = re.compile(r"((?<![^\s'\"<>=(])/[^\s'\"<>?]*\?)(?!\*)[^\s'\"<>]*=[^\s'\"<>]*")
+"""The query of a URL whose host is left out, as libraries do in their errors."""
 
 
 def without_secrets(text: str) -> str:
-    """The text with the user, password and query of every URL masked; what has no URL in it stays as it is."""
-    return _QUERY.sub(rf"\1{MASK}", _USER.sub(f"://{MASK}@", text)) if "://" in text else text
+    """The text with the user, password and query of every URL masked; what has none in it stays as it is."""
+    if "://" in text:
+        text = _QUERY.sub(rf"\1{MASK}", _USER.sub(f"://{MASK}@", text))
+    return _QUERY_OF_PATH.sub(rf"\1{MASK}", text) if "?" in text else text
 
 
 def printable(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import math
 import os
@@ -39,6 +40,9 @@ def atomic(
     power cut. An exception of the block is raised unchanged, even if cleaning up fails.
     """
     path = Path(path)
+    if path.exists() and not path.is_file():  # a folder, or a device, which would be gone
+        error = errno.EISDIR if path.is_dir() else errno.EINVAL
+        raise OSError(error, os.strerror(error), str(path))
     given = part is not None
     part = Path(part) if part is not None else path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_TRUNC if given else os.O_EXCL)

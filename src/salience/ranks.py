@@ -15,6 +15,7 @@ import socket
 import time
 import weakref
 import zlib
+from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -149,8 +150,8 @@ class Ranks:
         """Tensors of equal shape from all ranks, on the CPU."""
         mine = tensor.to(self._device)
         out = [torch.empty_like(mine) for _ in range(self.world)]
-        self._wait(name, lambda options: self._group.allgather([out], [mine], options), AllgatherOptions())
-        return [part.cpu() for part in out]
+        self._wait(name, lambda options: self._group.allgather([out], [mine], options), AllgatherOptions(), *out, mine)
+        return [part.cpu().detach() for part in out]
 
     def all_gather_ragged(self, tensor: Tensor, *, name: str = "all_gather_ragged") -> list[Tensor]:
         """Tensors [n] of any length from all ranks: padded to the longest, since all_gather needs equal sizes."""
@@ -171,18 +172,19 @@ class Ranks:
     def _all_reduce_max(self, tensor: Tensor, name: str) -> None:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX  # pyright: ignore[reportAttributeAccessIssue]
-        self._wait(name, lambda options: self._group.allreduce([tensor], options), options)
+        self._wait(name, lambda options: self._group.allreduce([tensor], options), options, tensor)
 
     def _broadcast(self, tensor: Tensor, name: str) -> None:  # from rank 0, which the options name by default
-        self._wait(name, lambda options: self._group.broadcast([tensor], options), dist.BroadcastOptions())
+        self._wait(name, lambda options: self._group.broadcast([tensor], options), dist.BroadcastOptions(), tensor)
 
-    def _wait(self, name: str, begin: Callable[[Any], Any], options: Any) -> None:
-        """Begin a collective and wait for its end, until the deadline.
+    def _wait(self, name: str, begin: Callable[[Any], Any], options: Any, *tensors: Tensor) -> None:
+        """Begin a collective on `tensors` and wait for its end, until the deadline.
 
         On the CPU the deadline is the collective's own timeout, and we wait until it has failed: a collective that is still
         running keeps the process from ending, or aborts it. NCCL would end the process at its timeout, so we give up first.
         """
         self._count += 1
+        _IN_FLIGHT.append([weakref.ref(tensor) for tensor in tensors])
         try:
             if self._store is not None:
                 self._store.set(f"{self._key}/{self.rank}", str(self._count))  # a few microseconds
@@ -223,19 +225,32 @@ class Ranks:
 
 
 _ALIVE: weakref.WeakSet[Ranks] = weakref.WeakSet()
+_IN_FLIGHT: deque[list[weakref.ref[Tensor]]] = deque(maxlen=8)
+"""Tensors of the collectives begun last, which a thread of the backend may still hold after they have ended."""
+LONGEST_FAREWELL = 1.0
+"""Seconds that a process waits at its end for threads of Gloo to let go of tensors,"""
+FAREWELL = 0.02
+"""and those it gives to the tensors of collectives that are not ours."""
 
 
 @atexit.register
 def _leave() -> None:
-    """End Gloo's threads before the interpreter takes C++ apart, which aborts a process that still has some.
+    """Let Gloo's threads come to rest before the interpreter is taken apart.
 
-    They belong to the process group: a script that ends without `destroy_process_group`, or a reference to the group that
-    outlives it, leaves them running.
+    They let go of a collective's tensors shortly after it has ended, and for that need the interpreter: one that asks for it
+    too late is ended by Python inside a C++ destructor, which aborts the process ("terminate called without an active
+    exception"). The threads themselves belong to the process group: they are ended here unless a script, or its
+    DistributedDataParallel, still refers to the group.
     """
     for ranks in list(_ALIVE):
         ranks._let_go()  # pyright: ignore[reportPrivateUsage]
     if _ALIVE and dist.is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()
+    if _IN_FLIGHT:
+        time.sleep(FAREWELL)
+    end = time.monotonic() + LONGEST_FAREWELL
+    while any(held() is not None for tensors in _IN_FLIGHT for held in tensors) and time.monotonic() < end:
+        time.sleep(0.001)
 
 
 def started_late(ranks: Ranks | None) -> bool:

@@ -52,6 +52,7 @@ def outcome(make: Callable[[], Any], loop: Callable[[Any], Any]) -> tuple[str, A
 def plain_values(value: Any) -> Any:
     """Containers, types and numbers of a batch as something that == compares exactly."""
     if isinstance(value, Tensor):
+        value = value.int_repr() if value.is_quantized else value
         return ("tensor", str(value.dtype), tuple(value.shape), value.is_pinned(), value.tolist())
     if isinstance(value, np.ndarray):
         return ("array", str(value.dtype), value.tolist())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import warnings
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,6 +88,11 @@ def kept_even(samples: list[int]) -> torch.Tensor:
     return torch.tensor([s for s in samples if s % 2 == 0])
 
 
+def quantized(samples: list[int]) -> torch.Tensor:
+    with warnings.catch_warnings(action="ignore"):  # deprecated in torch, and still in use
+        return torch.quantize_per_tensor(torch.tensor(samples).float(), 1.0, 0, torch.quint8)
+
+
 def of_kind(make: Any, n: int = 23) -> Any:
     return lambda: Made(make, n)
 
@@ -142,6 +148,8 @@ COLLATES = {
         torch.tensor(samples),
     ),
     "a sparse tensor": lambda samples: [torch.tensor(samples).to_sparse().to_dense(), torch.tensor(samples)],
+    "complex numbers": lambda samples: torch.tensor(samples) + 1j,
+    "quantized tensors": quantized,
     "a meta value": lambda samples: {"shape": torch.tensor(samples).shape},
     "an error": lambda samples: 1 / 0,
 }

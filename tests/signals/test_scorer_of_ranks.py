@@ -59,7 +59,6 @@ def work(rank: int, port: int, out: str) -> None:
         Path(out, f"{rank}.error").write_text(traceback.format_exc())
     dist.barrier()
     dist.destroy_process_group()
-    os._exit(0)  # see tests/test_distributed.py
 
 
 def test_scorers_of_two_ranks_share_the_work_and_one_may_be_lost(tmp_path):

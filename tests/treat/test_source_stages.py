@@ -159,7 +159,6 @@ def work(rank: int, port: int, out: str, url: str, kind: str) -> None:
         Path(out, f"{rank}.error").write_text(traceback.format_exc())
     dist.barrier()
     dist.destroy_process_group()
-    os._exit(0)  # Gloo's threads may abort a process that ends in the usual way
 
 
 @pytest.mark.parametrize("kind", ["reuse", "echo"])
@@ -206,7 +205,6 @@ def work_in_vain(rank: int, port: int, out: str) -> None:
     except Exception as error:
         Path(out, f"{rank}.error").write_text(str(error))
     dist.barrier()
-    os._exit(0)
 
 
 def test_a_rehearsal_that_fails_on_one_rank_stops_both(tmp_path):

@@ -24,6 +24,8 @@ from salience.events.coding import Malformed, decode, encode, plain
 from salience.events.kinds import KINDS, EventData
 
 VERSION = 2
+FIRST = '{"kind": "log"', '{"seq"', '{"v"'
+"""What the first line of a log begins with."""
 LARGEST_NUMBER = 10**18
 """No valid event has a larger number; an event that does is damaged."""
 
@@ -214,9 +216,13 @@ def _begins_with_version(path: Path) -> bool:
     """True if the log has this version and can simply be continued; a file that is not a log is refused."""
     with path.open(encoding="utf-8", errors="replace") as file:
         text = file.readline(1_000_000)
-    if text.strip() and not text.startswith("{"):
+    first, text = _parsed(text), text.rstrip()
+    if first is None:  # a killed run may have left half of it
+        ours = text.startswith(FIRST) or (text != "{" and any(key.startswith(text) for key in FIRST))
+    else:
+        ours = first["kind"] == "log" or "seq" in first
+    if not ours:
         raise StateError(f"log={str(path)!r} exists and is not an event log of salience; choose another file.")
-    first = _parsed(text)
     return first is not None and first["kind"] == "log" and first.get("v") == VERSION
 
 

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from salience.errors import ConfigError, MissingExtra, PluginError, did_you_mean, without_secrets
+from salience.errors import ConfigError, MissingExtra, PluginError, SalienceError, did_you_mean, without_secrets
 from salience.events import (
     Evaluated,
     Event,
@@ -189,7 +189,13 @@ def sink(given: str | Sink) -> Sink:
     make, what = SINKS[kind]
     if not where:
         raise ConfigError(f'The sink {kind!r} needs {what}: write "{kind}:..." with it behind the colon.')
-    return make(where)
+    try:
+        return make(where)
+    except SalienceError:
+        raise
+    except Exception as cause:
+        why = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
+        raise ConfigError(f"The sink {given!r} cannot be opened ({why}).") from None  # its text may hold all of the URL
 
 
 def guarded(listener: Sink, warn: Callable[[str], None], *, strict: bool = False) -> Sink:

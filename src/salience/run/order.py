@@ -46,7 +46,7 @@ class PlainOrder:
     def __init__(
         self, n: int, generator: torch.Generator | str | None = None, *, seed: int = 0, shuffle: bool = True
     ) -> None:
-        if isinstance(generator, str) and generator != GLOBAL:
+        if not isinstance(generator, torch.Generator | None) and generator != GLOBAL:
             raise ConfigError(f"generator is {generator!r}; it must be a torch.Generator, {GLOBAL!r} or None.")
         self.n, self.shuffle = n, shuffle
         given = torch.Generator().manual_seed(seed) if generator is None else generator
