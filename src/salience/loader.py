@@ -25,7 +25,6 @@ from salience.events import EventLog
 from salience.feed.dataset import SourceDataset
 from salience.feed.options import READING_OPTIONS, ReadingOptions
 from salience.feed.sharing.shared import SharedFeed
-from salience.feed.sharing.signature import InTurn
 from salience.feed.sizes import memory_bytes
 from salience.feed.source import Source
 from salience.ledger import Ledger
@@ -300,6 +299,8 @@ def _shared_stages(reading: ReadingOptions, stages: tuple[Stage, ...]) -> tuple[
     own = next((k for k, stage in enumerate(stages) if stage.random is not False), len(stages))
     calls = tuple(stage.call for stage in stages[:own])
     if calls:
+        from salience.feed.sharing.signature import InTurn
+
         reading = replace(reading, decode=InTurn((reading.decode, *calls) if reading.decode is not None else calls))
     return reading, stages[own:]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,12 +13,13 @@ from salience.errors import ConfigError, StoreError
 from salience.feed.index import Index, Names
 from salience.feed.options import Decode
 from salience.feed.sharing import finding
-from salience.feed.sharing.job import JobFeed
-from salience.feed.sharing.signature import signature
 from salience.feed.sharing.terms import Terms
 from salience.feed.sizes import memory_bytes, parse_bytes
 from salience.feed.source import Source
 from salience.feed.tiers import identity
+
+if TYPE_CHECKING:
+    from salience.feed.sharing.job import JobFeed
 
 LEAST_WORKING_BYTES = 64 * 1024 * 1024
 """Memory beside the cache, for what is read ahead, at least."""
@@ -117,6 +118,9 @@ class SharedFeed:
 
     def open(self, decode: Decode | None, *, workers: int) -> JobFeed:
         """This process as a job of the feed, which wants samples as `decode` makes them."""
+        from salience.feed.sharing.job import JobFeed
+        from salience.feed.sharing.signature import signature
+
         finding.ensure(self.terms, self.source.index)
         return JobFeed(
             self.terms, self._identity, self.source, None if decode is None else signature(decode), decode, workers
