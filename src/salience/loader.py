@@ -34,6 +34,7 @@ from salience.run.deciding import Deciding, cores_of, first_cache
 from salience.run.feeding import Feeding
 from salience.run.iterating import BatchIterator
 from salience.run.moving import Moving
+from salience.run.order import Generators
 from salience.run.part import Setup
 from salience.run.parts import Parts
 from salience.run.planned import PlannedBatches, PlannedSampler
@@ -114,7 +115,7 @@ class Loader(Door, Generic[T]):
         collate_fn: Any = None,
         augment: Sequence[Stage | Callable[..., Any]] | None = None,
         treat: Treat | str | None = None,
-        generator: torch.Generator | str | None = None,
+        generator: Generators = None,
         ledger: Ledger | str | Path | None = None,
         reference: Opinion | Sequence[Opinion] | None = None,
         baseline: Paths | None = None,

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from salience.errors import ConfigError, MissingExtra
 from salience.loader import Loader
+from salience.ranks import current_ranks
 from salience.run.iterating import BatchIterator
 from salience.schedule import ProgressLR
 
@@ -41,7 +42,8 @@ LOSSLESS = 8
 def as_loader(loader: Any, **options: Any) -> Loader:
     """A Loader over the data set of a DataLoader, with its arguments; a Loader is returned as it is.
 
-    Where nothing is selected, a DataLoader that does not shuffle stays in its order.
+    Where nothing is selected, the order stays that of the DataLoader: its generators, of several processes those it was
+    given, or the order of the data set.
     """
     if isinstance(loader, Loader):
         if options:
@@ -53,15 +55,29 @@ def as_loader(loader: Any, **options: Any) -> Loader:
         raise ConfigError(
             f"train_dataloader() returns a {type(loader).__name__}; return a DataLoader or a salience.Loader."
         )
-    in_order = isinstance(loader.sampler, SequentialSampler) and options.get("select") is None
-    if not (in_order or isinstance(loader.sampler, RandomSampler)) or loader.batch_size is None:
-        own = "does not shuffle" if isinstance(loader.sampler, SequentialSampler) else "draws its own samples"
+    sampler, observes = loader.sampler, options.get("select") is None
+    in_order = isinstance(sampler, SequentialSampler)
+    shuffles = (
+        isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(loader.dataset)
+    )  # pyright: ignore[reportArgumentType]
+    if not (shuffles or (in_order and observes)) or loader.batch_size is None:
+        own = "does not shuffle" if in_order else "draws its own samples"
         raise ConfigError(
-            f"The training DataLoader {own} ({type(loader.sampler).__name__}), and the plan sets the order: use shuffle=True, "
+            f"The training DataLoader {own} ({type(sampler).__name__}), and the plan sets the order: use shuffle=True, "
             "or salience.Observer to record only."
         )
+    if observes and "seed" not in options:
+        options.setdefault("generator", generators_of(loader))
     options.setdefault("shuffle", not in_order)
-    return Loader(loader.dataset, **{name: getattr(loader, name) for name in PASSED}, **options)
+    return Loader(loader.dataset, **{name: getattr(loader, name) for name in PASSED} | options)
+
+
+def generators_of(loader: DataLoader[Any]) -> Any:
+    """What the DataLoader draws from, as `generator` of a Loader: several processes draw alike, so not from their own."""
+    if current_ranks() is not None:
+        return loader.generator
+    first, second = loader.generator or "global", getattr(loader.sampler, "generator", None)
+    return first if second is None or second is first else (first, second)
 
 
 class Salience(lightning.Callback):
