@@ -248,6 +248,23 @@ def test_a_training_step_that_records_nothing_is_told_early():
         assert train().visits == N
 
 
+def test_hooks_of_a_subclass_are_called():
+    class Mine(Salience):
+        steps = 0
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            self.steps += 1
+
+    mine = Mine()
+    run = L.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, max_epochs=1,
+        enable_checkpointing=False, callbacks=[mine],
+    )  # fmt: skip
+    run.fit(Module(), DataLoader(data(), 8, shuffle=True))
+    assert mine.steps == N // 8
+
+
 def test_a_dataloader_that_does_not_shuffle_is_observed_in_its_order():
     loader = as_loader(DataLoader(data(), 8))
     torch.testing.assert_close(torch.cat([x for x, _ in loader]), data().tensors[0], rtol=0, atol=0)
