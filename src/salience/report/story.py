@@ -123,6 +123,8 @@ class Story:
     """What was found of gradients near zero, each time they were probed."""
     bottlenecks: tuple[BottleneckFound, ...]
     """What held the run back, each time it was measured."""
+    auto: bool
+    """True if `auto` was on."""
     decisions: tuple[LeverDecided, ...]
     """What `auto` did about it."""
     broken: tuple[SampleBroken, ...]

@@ -164,7 +164,7 @@ def _cost(story: Story) -> list[str]:
 
 
 def _decided(story: Story) -> str:
-    """What `auto` kept and undid; empty if it was off."""
+    """What `auto` kept and undid, or that it did nothing; empty if it was off."""
     kept = [
         one.lever + ("" if one.measured is None else f" ({one.measured:.2f}x as fast)")
         for one in story.decisions
@@ -172,7 +172,7 @@ def _decided(story: Story) -> str:
     ]
     undone = [one.lever for one in story.decisions if one.action == "undo"]
     if not story.decisions:
-        return ""
+        return "auto found no lever worth a trial." if story.auto else ""
     said = ("kept", kept), ("tried and undid", undone)
     parts = [f"{what} {words.listed(levers)}" for what, levers in said if levers]
     return f"auto {words.listed(parts)}." if parts else "auto changed nothing."
