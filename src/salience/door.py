@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from salience.errors import LossError, MissingExtra, StateError
 from salience.events import EventLog
-from salience.files import write_text
 from salience.ledger import Ledger
 from salience.ledger.compiled import register, weighted_sum
 from salience.ledger.copies import Copies
@@ -329,13 +328,9 @@ class Door:
         """
         text = telling.report(self._run, self._class_names(classes), local=local)
         if path is not None and self._run.setup.rank == 0:
-            page = self._page(names, classes)
-            try:
-                write_text(path, page)
-            except OSError as cause:
-                raise StateError(
-                    f"The report cannot be written to {str(path)!r}: {cause.strerror or cause}; choose another file."
-                ) from cause
+            from salience.report.html import write_page
+
+            write_page(path, self._page(names, classes))
         return text
 
     def _repr_html_(self) -> str | None:

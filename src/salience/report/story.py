@@ -178,7 +178,14 @@ class Story:
     @property
     def selects(self) -> bool:
         """True if the run was told to select, or `auto` did."""
+        if self.recorded:
+            return False
         return self.run.select != "observe" or any(w.plan.picked < w.population for w in self.windows)
+
+    @property
+    def recorded(self) -> bool:
+        """True if an Observer recorded what the loop drew itself."""
+        return self.run.select == "recorded"
 
     @property
     def epochs(self) -> int:
