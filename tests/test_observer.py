@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import socket
+import sys
 
 import numpy as np
 import pytest
@@ -15,9 +18,10 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import salience
+from salience.errors import StateError
 from salience.ledger import COLUMNS
 
-from conftest import make_model, train
+from conftest import make_model, require, train
 
 
 def with_ids(problem: TensorDataset) -> TensorDataset:
@@ -60,6 +64,24 @@ def test_it_reports_and_logs_as_a_run_does(problem, tmp_path):
     kinds = [event["kind"] for event in map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())]
     assert kinds.count("window") == 3
     assert {"run", "evaluated", "findings", "observed"} <= set(kinds)
+
+
+def test_its_page_tells_what_was_recorded(problem, tmp_path, monkeypatch):
+    require(importlib.util.find_spec("jinja2") is not None, "jinja2")
+    observer = salience.Observer(len(problem), log=tmp_path / "events.jsonl")
+    observed(observer, with_ids(problem), epochs=3)
+    observer.report(tmp_path / "x.html", names=lambda i: f"row {i}", classes=["ant", "bee", "cow", "doe"])
+    page = (tmp_path / "x.html").read_text()
+    assert "The loop drew its samples itself; 900 visits were recorded." in page
+    assert "Training loss" in page
+    assert "Accuracy in training, by class" in page
+    assert re.search(r"row \d+</p>", page)
+    assert "was visited in every epoch" not in page
+    assert observer._repr_html_().startswith("<iframe sandbox")
+    with pytest.raises(StateError, match="cannot be written"):
+        observer.report(tmp_path / "events.jsonl" / "x.html")
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert observer._repr_html_() is None
 
 
 def test_random_offsets_with_repeats_are_counted(problem):

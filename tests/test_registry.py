@@ -84,3 +84,13 @@ def test_public_names_and_modules_are_imported_when_they_are_asked_for():
         "assert set(salience.__all__) <= set(dir(salience))\nfrom salience import *\nassert Loader is salience.Loader"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_loader_comes_without_pages_caches_and_shared_feeds_until_they_are_used():
+    code = (
+        "import sys\nfrom salience import Loader\n"
+        "for name in ('report.html', 'report.charts', 'feed.cache', 'feed.process', 'feed.sharing.job'):\n"
+        "    assert f'salience.{name}' not in sys.modules, name"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

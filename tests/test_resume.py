@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, RandomSampler
 
 import salience
 from salience.errors import StateError
@@ -172,3 +173,24 @@ def test_state_of_another_run_is_refused(problem, change, says):
         salience.Loader(**arguments).load_state_dict(state)
     with pytest.raises(StateError, match="version"):
         salience.Loader(problem, 32).load_state_dict({"version": 99})
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sampler_with_a_generator_of_its_own_is_followed_and_resumed(workers):
+    """Twelve samples in batches of 5: an epoch, its second batch, and the epoch after it."""
+    x = torch.arange(12)
+
+    def generators():
+        return torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
+
+    first, own = generators()
+    plain = DataLoader(x, 5, sampler=RandomSampler(x, generator=own), generator=first, num_workers=workers)
+    expected = [batch.tolist() for _ in range(3) for batch in plain]
+    loader = salience.Loader(x, 5, generator=generators(), num_workers=workers)
+    batches = iter(loader)
+    found = [next(batches).tolist() for _ in range(2)]
+    state = loader.state_dict()
+    resumed = salience.Loader(x, 5, generator=generators(), num_workers=workers)
+    resumed.load_state_dict(state)
+    found += [batch.tolist() for _ in range(3) for batch in resumed]
+    assert found == expected

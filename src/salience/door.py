@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from salience.errors import LossError, MissingExtra, StateError
 from salience.events import EventLog
-from salience.files import write_text
 from salience.ledger import Ledger
 from salience.ledger.compiled import register, weighted_sum
 from salience.ledger.copies import Copies
 from salience.ledger.history import History
 from salience.plan import Plan
-from salience.report.html import SampleNames, framed, live_page
-from salience.report.words import Names
 from salience.run import Run, telling
 from salience.run.iterating import BatchIterator
 from salience.run.losses import Targets
@@ -28,6 +25,10 @@ from salience.signals.ghost import Extent
 from salience.signals.jury import Juror
 from salience.watch import Steps, Stopwatch
 from salience.watch.probe import Probe
+
+if TYPE_CHECKING:
+    from salience.report.html import SampleNames
+    from salience.report.words import Names
 
 
 class Door:
@@ -327,23 +328,23 @@ class Door:
         """
         text = telling.report(self._run, self._class_names(classes), local=local)
         if path is not None and self._run.setup.rank == 0:
-            page = self._page(names, classes)
-            try:
-                write_text(path, page)
-            except OSError as cause:
-                raise StateError(
-                    f"The report cannot be written to {str(path)!r}: {cause.strerror or cause}; choose another file."
-                ) from cause
+            from salience.report.html import write_page
+
+            write_page(path, self._page(names, classes))
         return text
 
     def _repr_html_(self) -> str | None:
         """The page of the run so far, for notebooks; None without jinja2, where the notebook shows text."""
+        from salience.report.html import framed
+
         try:
             return framed(self._page())
         except MissingExtra:
             return None
 
     def _page(self, names: SampleNames = None, classes: Names = None) -> str:
+        from salience.report.html import live_page
+
         source = None if self._run.feeding is None else self._run.feeding.source
         if names is None and source is not None:
             names = source.names.__getitem__

@@ -25,7 +25,6 @@ from salience.events import EventLog
 from salience.feed.dataset import SourceDataset
 from salience.feed.options import READING_OPTIONS, ReadingOptions
 from salience.feed.sharing.shared import SharedFeed
-from salience.feed.sharing.signature import InTurn
 from salience.feed.sizes import memory_bytes
 from salience.feed.source import Source
 from salience.ledger import Ledger
@@ -35,6 +34,7 @@ from salience.run.deciding import Deciding, cores_of, first_cache
 from salience.run.feeding import Feeding
 from salience.run.iterating import BatchIterator
 from salience.run.moving import Moving
+from salience.run.order import Generators
 from salience.run.part import Setup
 from salience.run.parts import Parts
 from salience.run.planned import PlannedBatches, PlannedSampler
@@ -115,7 +115,7 @@ class Loader(Door, Generic[T]):
         collate_fn: Any = None,
         augment: Sequence[Stage | Callable[..., Any]] | None = None,
         treat: Treat | str | None = None,
-        generator: torch.Generator | str | None = None,
+        generator: Generators = None,
         ledger: Ledger | str | Path | None = None,
         reference: Opinion | Sequence[Opinion] | None = None,
         baseline: Paths | None = None,
@@ -300,6 +300,8 @@ def _shared_stages(reading: ReadingOptions, stages: tuple[Stage, ...]) -> tuple[
     own = next((k for k, stage in enumerate(stages) if stage.random is not False), len(stages))
     calls = tuple(stage.call for stage in stages[:own])
     if calls:
+        from salience.feed.sharing.signature import InTurn
+
         reading = replace(reading, decode=InTurn((reading.decode, *calls) if reading.decode is not None else calls))
     return reading, stages[own:]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from salience._version import __version__
-from salience.errors import ConfigError, LossError, StateError
+from salience.errors import ConfigError, LossError, MissingExtra, StateError
 from salience.events import EventLog
 from salience.ledger import COLUMNS, Ledger
 from salience.ranks import current_ranks
@@ -26,6 +26,11 @@ from salience.run.watching import open_sinks
 from salience.select import preset
 from salience.select.findings import Study, study
 from salience.select.summary import summarise
+from salience.watch.usage import UsageRecord
+
+if TYPE_CHECKING:
+    from salience.report.html import SampleNames
+    from salience.report.words import Names
 
 STATE_VERSION = 1
 NO_PRIORITY = 1e-6
@@ -66,12 +71,13 @@ class Observer:
         self._planning = Planning(self._setup, None, self._voice)
         if labels is not None:
             self._recording.ledger.set_labels(labels)
-        self._recorded = self._batches = self._window = 0
+        self._recorded = self._batches = self._window = self._closed_at = 0
+        self._usage = UsageRecord()
         self._opened_at = time.perf_counter()
         self._study: Study | None = None
         self.events.emit(
             "run", salience=__version__, torch=torch.__version__, population=n, batch_size=1, epochs=None, seed=0,
-            world=self._setup.world, drop_last=False, select="observe",
+            world=self._setup.world, drop_last=False, select="recorded",
         )  # fmt: skip
 
     @property
@@ -100,7 +106,7 @@ class Observer:
         With `logits` [B, C] and integer `targets` [B], the ledger also learns margins, guesses and more. Ids on the CPU and
         losses on a GPU cost no synchronisation. `trained=False`: the samples were evaluated and not trained on.
         """
-        rows = self._rows(ids)
+        begin, rows = time.perf_counter(), self._rows(ids)
         window = self.visits // self.n
         batch = Batch(window, self._batches, rows)
         check_losses("record", losses, batch)
@@ -109,6 +115,8 @@ class Observer:
             self.flush()
         self._recording.recorder.record(rows, losses, labels.logits, labels.classes, window=window, trained=trained)
         self._recorded, self._batches = self._recorded + len(rows), self._batches + 1
+        self._voice.watch.add("record", time.perf_counter() - begin)
+        self._usage.note()
 
     def forget(self, ids: Tensor | npt.ArrayLike) -> None:
         """Forget what is known about the samples `ids`, for instance after new entries were written to a replay buffer."""
@@ -151,19 +159,30 @@ class Observer:
             self._close(window)
 
     def _close(self, window: int) -> None:
-        """As many samples as there are were recorded: a window ends."""
-        self._planning.note_course(self._recording.ledger)
-        now = time.perf_counter()
+        """As many samples as there are were recorded: a window ends, which is logged as if it had been planned."""
+        ledger, done, now = self._recording.ledger, self._batches, time.perf_counter()
+        self._planning.note_course(ledger)
+        visited = (ledger.last_seen == self._window) & np.isfinite(ledger.last_loss)
+        alone = self._setup.ranks is None and bool(visited.any())  # else others know more of it
         self.events.emit(
-            "window", window=self._window, batches=self._batches, of=self._batches, finished=True, visited=self.visits,
-            seconds=now - self._opened_at,
+            "plan",
+            window=self._window,
+            picked=self.visits - self._closed_at,
+            population=self.n,
+            visited=self._closed_at,
+        )
+        self.events.emit(
+            "window", window=self._window, batches=done, of=done, finished=True, visited=self.visits,
+            seconds=now - self._opened_at, loss=float(ledger.last_loss[visited].mean(dtype=np.float64)) if alone else None,
+            overhead=dict(self._voice.watch.seconds), usage=self._usage.taken(),
         )  # fmt: skip
-        self._window, self._batches, self._opened_at = window, 0, now
+        self._usage.begin()
+        self._window, self._batches, self._opened_at, self._closed_at = window, 0, now, self.visits
 
     def evaluated(self, metric: float, **more: float) -> None:
         """Report a validation result, higher is better; it goes into the event log."""
         self.events.emit(
-            "evaluated", metric=float(metric), progress=0.0, window=self._window, visited=self.visits, **more
+            "evaluated", metric=float(metric), progress=0.0, window=self.visits // self.n, visited=self.visits, **more
         )
 
     # --- what is known ---
@@ -183,14 +202,31 @@ class Observer:
             studied=self._studied(),
         )  # fmt: skip
 
-    def report(self) -> str:
-        """The summary as text, also written to the event log, as are the findings. Collective with several ranks."""
+    def report(self, path: str | Path | None = None, *, names: SampleNames = None, classes: Names = None) -> str:
+        """The summary as text, also written to the event log, as are the findings. Collective with several ranks.
+
+        With a `path` ("report.html") rank 0 also writes it as a page; `names` and `classes` are as in `Loader.report`.
+        """
         from salience.report.text import render
 
         before, summary = self._study, self.summary()
         if self._studied() is not before:
             self.events.emit(self._studied().findings)
-        return render(self.events.emit("observed", summary=summary)["summary"])
+        text = render(self.events.emit("observed", summary=summary)["summary"], names=classes)
+        if path is not None and self._setup.rank == 0:
+            from salience.report.html import live_page, write_page
+
+            write_page(path, live_page(self.events, name="this run", names=names, classes=classes))
+        return text
+
+    def _repr_html_(self) -> str | None:
+        """The page of what was recorded so far, for notebooks; None without jinja2, where the notebook shows text."""
+        from salience.report.html import framed, live_page
+
+        try:
+            return framed(live_page(self.events, name="this run"))
+        except MissingExtra:
+            return None
 
     def _studied(self) -> Study:
         self._study = study(self._recording.ledger, windows=self._window, visits=self.visits, last=self._study)

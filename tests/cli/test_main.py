@@ -124,3 +124,26 @@ def test_a_script_with_a_plain_dataloader_is_told_what_is_missing_before_it_runs
     said = capsys.readouterr().err
     assert "makes no salience.Loader" in said
     assert "in the place of DataLoader" in said
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("import other", True),
+        ("from pkg import deep", True),
+        ("from pkg.deep import x", True),
+        ("exec(open('other.py').read())", True),
+        ("import torch, math, fine", False),
+    ],
+)
+def test_profile_follows_what_a_script_imports_and_not_what_lies_beside_it(script, says, tmp_path):
+    from salience.cli import profile
+
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "__init__.py").write_text("")
+    (tmp_path / "pkg" / "deep.py").write_text("from . import below\nx = 1")
+    (tmp_path / "pkg" / "below.py").write_text("import salience")
+    (tmp_path / "other.py").write_text("from salience import Loader")
+    (tmp_path / "fine.py").write_text("x = 1")
+    (tmp_path / "train.py").write_text(script)
+    assert profile._mentions_salience(tmp_path / "train.py") == says

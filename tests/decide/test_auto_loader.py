@@ -177,6 +177,23 @@ def test_a_run_measures_itself_tries_what_it_lacks_and_logs_why(tmp_path):
     assert not any(event["select"] or event["treat"] for event in events if event["kind"] == "settings")
 
 
+def test_a_verdict_names_no_lever_that_is_on(tmp_path):
+    for select in (None, "default"):
+        loader = salience.Loader(
+            Waiting(0.001),
+            2,
+            num_workers=1,
+            epochs=6,
+            auto=True,
+            with_ids=True,
+            select=select,
+            log=tmp_path / f"{select}",
+        )
+        go(loader, 6)
+        verdict = next(event for event in read(tmp_path / f"{select}") if event["kind"] == "verdict")
+        assert ('select="default"' in [lever["name"] for lever in verdict["levers"]]) == (select is None)
+
+
 def test_without_workers_their_number_stays_and_it_says_why(problem, tmp_path):
     loader = salience.Loader(problem, 10, epochs=3, auto=True, log=tmp_path / "log")
     model = make_model()

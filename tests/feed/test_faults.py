@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
 import signal
 import threading
 import time
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -208,3 +210,23 @@ def test_a_run_on_a_bucket_tells_no_secret(s3, tmp_path: Path, caplog, capfd):
     told = [report, log.read_text(), caplog.text, *capfd.readouterr(), str(caught.value), repr(source), state]
     assert not [text for text in told if SECRET in text]
     assert np.isin("broken", [event["kind"] for event in loader.events.recent])
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format, *args):
+        pass
+
+
+def test_a_server_without_ranges_is_named_at_the_first_batch_with_what_to_do(served, tmp_path):
+    """Python's own, which sends whole files."""
+    for name, data in served.items():
+        (tmp_path / name).write_bytes(data)
+    handler = functools.partial(Quiet, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        loader = salience.Loader(salience.Source(f"http://127.0.0.1:{server.server_port}", decode=vector), 8)
+        with pytest.raises(StoreError, match=r"does not answer range requests\. Serve the files by one that does"):
+            next(iter(loader))
+        server.shutdown()
+        thread.join()

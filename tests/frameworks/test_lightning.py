@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 pytest.importorskip("lightning")
 
@@ -53,7 +53,7 @@ def by_hand(epochs, batch_size, select=None):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_it_trains_as_the_plain_loop_does_bit_for_bit(select, workers):
     train = DataLoader(data(), 8, shuffle=True, num_workers=workers)
-    run, module, callback = fit(8, 8, options={"select": select}, train=train)
+    run, module, callback = fit(8, 8, options={"select": select, "seed": 0}, train=train)
     other, loader = by_hand(8, 8, select)
     torch.testing.assert_close(weight(module), weight(other), rtol=0, atol=0)
     for name in LEDGER:
@@ -62,6 +62,46 @@ def test_it_trains_as_the_plain_loop_does_bit_for_bit(select, workers):
     assert callback.loader.progress == 1
     assert run.lr_scheduler_configs[0].scheduler.get_last_lr() == [0.0]
     assert run.current_epoch == 8
+
+
+class Dropout(Module):
+    """With dropout, which draws from the global generator, and Lightning alone if there is no callback."""
+
+    def __init__(self, observes: bool) -> None:
+        super().__init__()
+        self.observes, self.dropout = observes, torch.nn.Dropout(0.3)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self.dropout(self.model(x))
+        losses = F.cross_entropy(logits, y, reduction="none")
+        return self.salience.loss(losses, logits, y) if self.observes else losses.mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.2)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("own", ["none", "loader", "sampler", "order of the data set"])
+def test_observing_leaves_lightnings_own_run_as_it_is(own, workers):
+    """Order and dropout, whichever generators the DataLoader has; 60 is no whole number of batches."""
+
+    def run(observes):
+        train, g, module = data(60), torch.Generator().manual_seed(7), Dropout(observes)
+        ways = {
+            "none": {"shuffle": True}, "loader": {"shuffle": True, "generator": g},
+            "sampler": {"sampler": RandomSampler(train, generator=g)}, "order of the data set": {},
+        }  # fmt: skip
+        trainer = L.Trainer(
+            accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+            enable_checkpointing=False, max_epochs=4, callbacks=[Salience()] if observes else [],
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(train, 8, num_workers=workers, **ways[own]), DataLoader(data(32), 16))
+        return weight(module), torch.rand(1)
+
+    with torch.random.fork_rng():
+        plain, observed = run(False), run(True)
+    torch.testing.assert_close(plain, observed, rtol=0, atol=0)
 
 
 def test_epochs_of_different_lengths_are_trained_to_their_end():
@@ -86,24 +126,35 @@ def test_the_gradient_is_equal_at_accumulation_1_and_4():
     assert callback.loader.ledger.seen.tolist() == [2] * N
 
 
-@pytest.mark.parametrize("select", [None, "default"])
+SAVING = {
+    "mid-epoch": {"every_n_train_steps": 11}, "last step of an epoch": {"every_n_train_steps": 8},
+    "epoch end": {"every_n_epochs": 2, "save_on_train_epoch_end": True},
+    "after validation": {"every_n_epochs": 1, "save_on_train_epoch_end": False},
+}  # fmt: skip
+OPTIONS = {"as the DataLoader": {}, "seeded": {"seed": 4}, "selecting": {"select": "default", "seed": 4}}
+LOST = ("last step of an epoch", "as the DataLoader")
+"""Lightning does not repeat the validation that follows, whose loader draws from the global generator."""
+
+
 @pytest.mark.parametrize(
-    "saving",
+    ("saving", "options"),
     [
-        {"every_n_train_steps": 11}, {"every_n_train_steps": 8}, {"every_n_epochs": 2, "save_on_train_epoch_end": True},
-        {"every_n_epochs": 1, "save_on_train_epoch_end": False},
+        pytest.param(SAVING[saving], OPTIONS[options], id=f"{saving}, {options}")
+        for saving in SAVING
+        for options in OPTIONS
+        if (saving, options) != LOST
     ],
-    ids=["mid-epoch", "last step of an epoch", "epoch end", "after validation"],
-)  # fmt: skip
+)
 @pytest.mark.filterwarnings("ignore:.*Checkpoint directory")
-def test_a_run_resumed_from_a_checkpoint_is_the_run_that_was_not_stopped(select, saving, tmp_path):
+def test_a_run_resumed_from_a_checkpoint_is_the_run_that_was_not_stopped(options, saving, tmp_path):
     def save():
         return ModelCheckpoint(tmp_path, save_top_k=-1, **saving)
 
-    options = {"options": {"select": select, "seed": 4}, "enable_checkpointing": True}
-    run, whole, first = fit(6, 8, callbacks=[save()], **options)
+    run, whole, first = fit(6, 8, callbacks=[save()], options=options, enable_checkpointing=True)
     checkpoint = sorted(tmp_path.glob("*.ckpt"), key=lambda path: int(path.stem.split("step=")[1].split("-")[0]))[0]
-    again, resumed, second = fit(6, 8, callbacks=[save()], resume=checkpoint, **options)
+    again, resumed, second = fit(
+        6, 8, callbacks=[save()], resume=checkpoint, options=options, enable_checkpointing=True
+    )
     torch.testing.assert_close(weight(whole), weight(resumed), rtol=0, atol=0)
     for name in LEDGER:
         np.testing.assert_array_equal(first.loader.ledger[name], second.loader.ledger[name], err_msg=name)
@@ -119,7 +170,7 @@ def test_two_processes_train_as_one(tmp_path):
         group, select = case.split(":")
         found = [torch.load(tmp_path / f"{case}:{rank}.pt", weights_only=True) for rank in range(2)]
         run, one, callback = fit(
-            5, 16 // int(group), options={"select": select or None}, accumulate_grad_batches=int(group)
+            5, 16 // int(group), options={"select": select or None, "seed": 0}, accumulate_grad_batches=int(group)
         )
         torch.testing.assert_close(found[0]["parameters"], found[1]["parameters"], rtol=0, atol=0)
         torch.testing.assert_close(found[0]["parameters"], weight(one), rtol=1e-4, atol=1e-5)
@@ -197,6 +248,23 @@ def test_a_training_step_that_records_nothing_is_told_early():
         assert train().visits == N
 
 
+def test_hooks_of_a_subclass_are_called():
+    class Mine(Salience):
+        steps = 0
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            self.steps += 1
+
+    mine = Mine()
+    run = L.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, max_epochs=1,
+        enable_checkpointing=False, callbacks=[mine],
+    )  # fmt: skip
+    run.fit(Module(), DataLoader(data(), 8, shuffle=True))
+    assert mine.steps == N // 8
+
+
 def test_a_dataloader_that_does_not_shuffle_is_observed_in_its_order():
     loader = as_loader(DataLoader(data(), 8))
     torch.testing.assert_close(torch.cat([x for x, _ in loader]), data().tensors[0], rtol=0, atol=0)
@@ -207,6 +275,9 @@ def test_what_cannot_be_planned_is_refused():
         as_loader(DataLoader(data(), 8), select="default")
     with pytest.raises(salience.ConfigError, match=r"draws its own samples \(WeightedRandomSampler"):
         as_loader(DataLoader(data(), 8, sampler=WeightedRandomSampler([1.0] * N, N)))
+    for sampler in (RandomSampler(data(), replacement=True), RandomSampler(data(), num_samples=N // 2)):
+        with pytest.raises(salience.ConfigError, match=r"draws its own samples \(RandomSampler"):
+            as_loader(DataLoader(data(), 8, sampler=sampler))
     with pytest.raises(salience.ConfigError, match="returns a list"):
         as_loader([1, 2])
     with pytest.raises(salience.ConfigError, match="max_steps 5"):

@@ -34,7 +34,7 @@ def assert_same_ledger(one, two):
 
 @pytest.mark.parametrize("task", ["classes", "words"])
 def test_the_gradient_is_equal_at_accumulation_1_and_4(task, tmp_path):
-    """And equal to that of one batch by hand, in which every item weighs the same."""
+    """And equal to that of one batch by hand, in which every item weighs the same; the Trainer counts GPT-2's first words."""
     one = train(task, tmp_path, max_steps=1, per_device_train_batch_size=16)
     four = train(task, tmp_path, max_steps=1, per_device_train_batch_size=4, gradient_accumulation_steps=4)
     torch.testing.assert_close(parameters(one), parameters(four), rtol=1e-5, atol=1e-6)
@@ -44,10 +44,38 @@ def test_the_gradient_is_equal_at_accumulation_1_and_4(task, tmp_path):
     batch = {
         name: torch.stack([sample[name] for sample in samples]) for name in ("input_ids", "attention_mask", "labels")
     }
-    model(**batch).loss.backward()
+    model(**batch, num_items_in_batch=(batch["labels"] != -100).sum()).loss.backward()
     with torch.no_grad():
         by_hand = torch.cat([(p - 0.5 * p.grad).flatten() for p in model.parameters()])
     torch.testing.assert_close(parameters(one), by_hand, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("seedable", [True, False])
+@pytest.mark.parametrize("task", ["classes", "words"])
+def test_observing_leaves_the_trainers_own_run_as_it_is(task, seedable, workers, tmp_path):
+    """Order and dropout, also of a run that was resumed in an epoch."""
+    settings = {
+        "num_train_epochs": 3, "save_strategy": "steps", "save_steps": 5, "dataloader_num_workers": workers,
+        "accelerator_config": {"use_seedable_sampler": seedable}, "per_device_train_batch_size": 12, "learning_rate": 0.1,
+        "eval_strategy": "epoch", "data_seed": 11 if workers else None,
+    }  # fmt: skip
+
+    def run(kind, out, resume=None):
+        model = make(task)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.2
+        trainer = kind(model, arguments(out, **settings), train_dataset=Texts(task), eval_dataset=Texts(task, 24))
+        trainer.train(resume_from_checkpoint=resume)
+        return parameters(trainer), torch.rand(1)
+
+    with torch.random.fork_rng():
+        plain = run(transformers.Trainer, tmp_path / "plain")
+        observed = run(Trainer, tmp_path / "observed")
+        resumed = run(Trainer, tmp_path / "resumed", tmp_path / "observed" / "checkpoint-10")
+    torch.testing.assert_close(plain, observed, rtol=1e-6, atol=1e-7)  # a mean of a batch, or of its samples
+    torch.testing.assert_close(observed, resumed, rtol=0, atol=0)
 
 
 def test_a_short_last_group_has_its_own_number_of_items(tmp_path):

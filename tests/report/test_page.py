@@ -128,7 +128,8 @@ def test_where_the_time_went_and_what_was_decided_is_told(tmp_path):
     found = Checked(text).text
     assert "Input-bound: <i>so</i> it is." in found
     assert all(
-        part in found for part in ("Seconds of the loop", "waiting for batches", "Seconds of the workers", "<b>burn")
+        part in found
+        for part in ("Seconds of the loop", "waiting for batches", "Seconds to make the batches", "<b>burn")
     )
     assert "1.60x" in found
     assert "1.20x and 2.00x" in found  # what the lever could gain
@@ -142,7 +143,7 @@ def test_without_a_verdict_the_seconds_say_where_the_time_went(folder):
     assert 0 < story.waiting < 1
     assert "load" in story.work
     assert f"The loop spent {percent(story.waiting)} of its time waiting for batches." in sections(story)["time"]
-    assert re.search(r"of the workers' time went into (load|fetch|decode)\.", sections(story)["time"])
+    assert re.search(r"of the time to make them went into (load|fetch|decode)\.", sections(story)["time"])
 
 
 def test_reasons_that_differ_in_numbers_alone_are_one_row(tmp_path):

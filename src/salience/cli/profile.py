@@ -13,6 +13,7 @@ for scripts that call salience.sync; mode="allreduce" does exactly what DDP does
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import runpy
@@ -30,6 +31,8 @@ from salience.report.console import say
 
 MAX_FILES_SEARCHED = 1000
 """Python files beside a script that are searched for salience."""
+LOADS_AS_IT_RUNS = ("import_module", "__import__", "runpy", "exec(")
+"""With these a script may import what its text does not name."""
 
 
 def add(commands: Any) -> None:
@@ -103,9 +106,39 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _mentions_salience(script: Path) -> bool:
-    """True if the script or a module beside it says salience: what can be known before it is run."""
-    files = [script, *islice(script.resolve().parent.rglob("*.py"), MAX_FILES_SEARCHED)]
-    return any(b"salience" in file.read_bytes() for file in files if file.is_file())
+    """True if the script or a module that it imports from beside it says salience: what can be known before it is run.
+
+    A script that finds its modules while it runs may import any of those beside it.
+    """
+    folder, todo, known = script.resolve().parent, [script.resolve()], set[Path]()
+    while todo:
+        file = todo.pop()
+        if file in known or not file.is_file():
+            continue
+        known.add(file)
+        text = file.read_text(encoding="utf-8", errors="replace")
+        if "salience" in text:
+            return True
+        if any(word in text for word in LOADS_AS_IT_RUNS):
+            todo += islice(folder.rglob("*.py"), MAX_FILES_SEARCHED)
+        todo += _imported(text, [folder, *file.parents[: len(file.parents) - len(folder.parents)]])
+    return False
+
+
+def _imported(text: str, folders: list[Path]) -> list[Path]:
+    """Files that the modules imported in `text` may be, under each of the folders."""
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except SyntaxError:
+        return []
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            base = f"{node.module}." if node.module else ""
+            names |= {base.rstrip("."), *(base + alias.name for alias in node.names)}
+    parts = [name.split(".") for name in names if name]
+    paths = [folder.joinpath(*one[:k]) for folder in folders for one in parts for k in range(1, len(one) + 1)]
+    return [file for path in paths for file in (path.with_suffix(".py"), path / "__init__.py")]
 
 
 def _run_script(script: str, arguments: list[str]) -> None:

@@ -32,7 +32,7 @@ class RunStarted:
     drop_last: bool = False
     """True if an incomplete last batch is dropped."""
     select: str | Mapping[str, Any] = "observe"
-    """The resolved selection config, or "observe" or "trace"."""
+    """The resolved selection config, or "observe", "trace", or "recorded" by an Observer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from salience.errors import DataError, SalienceError
-from salience.feed.cache import Handle
 from salience.feed.index import fingerprint
 from salience.feed.options import Decode
 from salience.feed.reads import Broken, Counts
 from salience.feed.sharing.handle import SharedHandle, Taken
 from salience.feed.source import Source
+
+if TYPE_CHECKING:
+    from salience.feed.cache import Handle
 
 MOST_PRINTS = 4096
 """Maximum number of fingerprints kept until they are asked for."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from salience.feed.stores import Store
 
 MISSING = "it is not there"
+NO_RANGES = "the server does not answer range requests"
+"""Why a sample cannot be read from it, ever."""
 MEASURED_REQUESTS = 128
 """Number of requests that the running median covers."""
 MIN_REQUESTS_TO_HEDGE = 8
@@ -286,10 +288,12 @@ class Reader:
             reason = failed.reason
         except TimeoutError:
             reason = "it took too long"
-        raise StoreError(
-            f"{span.path!r} in {self.store.url} cannot be read: {reason}. "
-            "Nothing is wrong with the run: go on from its last checkpoint when the store answers."
-        )
+        advice = "Nothing is wrong with the run: go on from its last checkpoint when the store answers."
+        if reason == NO_RANGES:
+            advice = (
+                "Serve the files by one that does, such as nginx or an object store; Python's http.server does not."
+            )
+        raise StoreError(f"{span.path!r} in {self.store.url} cannot be read: {reason}. {advice}")
 
     async def _hedged(self, span: _Span) -> bytes:
         """One request, and a second one if it is slow; the first answer wins and the other request is cancelled."""

@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 from salience.errors import ConfigError, DataError, MissingExtra, SalienceError, StoreError, did_you_mean
 from salience.feed import isolated
 from salience.feed.index import check_path
-from salience.feed.reads import MISSING, ReadFailed
+from salience.feed.reads import MISSING, NO_RANGES, ReadFailed
 from salience.feed.retry import RetryPolicy
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ class RemoteStore:
         if kind in ("PermissionDeniedError", "UnauthenticatedError") or code in (401, 403):
             return ReadFailed("access is denied; check the credentials in the environment")
         if kind == "NotSupportedError":
-            return ReadFailed("the server does not answer range requests, or not this one")
+            return ReadFailed(NO_RANGES)
         if code == 416 or "Requested " in text:
             return ReadFailed("it ends before the sample does", broken=True)
         if code:

@@ -70,14 +70,17 @@ class TaskLosses:
 
     `shift` = the logits of a decoder at position i are for the label at i + 1. `own(outputs, inputs)` returns losses [B];
     without it the mean of the first batch is compared with the loss that the model itself returns, which need not compute it
-    from then on.
+    from then on. `counts_first` = the first token of a sequence counts as an item though it is not predicted, which the
+    Trainer does for models whose loss it does not know by name, as GPT-2.
     """
 
-    def __init__(self, model: Any, *, shift: bool, smoothing: float, own: OwnLosses | None) -> None:
+    def __init__(
+        self, model: Any, *, shift: bool, smoothing: float, own: OwnLosses | None, counts_first: bool = False
+    ) -> None:
         self._config, self._smoothing, self._own = getattr(model, "config", None), smoothing, own
         feeds_labels = getattr(self._config, "is_encoder_decoder", False)  # to its decoder, which needs no shift
         self._shift, self._needs_labels = shift and not feeds_labels, feeds_labels or own is not None
-        self._agrees = own is not None
+        self._agrees, self._counts_first = own is not None, counts_first
 
     def __call__(self, model: Any, inputs: dict[str, Any]) -> tuple[PerSample, Any]:
         """The losses of a batch, and the model's outputs."""
@@ -95,7 +98,7 @@ class TaskLosses:
     def count_items(self, labels: Any, samples: int) -> int:
         """The number of tokens with a label if tokens have labels, otherwise of samples."""
         if self._own is None and isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point():
-            return int(((labels[:, 1:] if self._shift else labels) != IGNORED).sum())
+            return int(((labels[:, 1:] if self._shift and not self._counts_first else labels) != IGNORED).sum())
         return samples
 
 

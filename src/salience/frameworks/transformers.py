@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from salience.errors import ConfigError, MissingExtra, StateError
@@ -102,32 +101,57 @@ class TrainerMixin(_Trainer):
             num_workers=workers, prefetch_factor=args.dataloader_prefetch_factor,
             persistent_workers=args.dataloader_persistent_workers, worker_init_fn=seeding,
             pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),
-            **self._options,
+            **{"generator": self._generators()} | self._options,
         )  # fmt: skip
         self.epoch = self.taken = 0
         shift = getattr(self.model, "loss_function", None) is ForCausalLMLoss
-        self._losses = TaskLosses(self.model, shift=shift, smoothing=args.label_smoothing_factor, own=self._per_sample)
+        self._losses = TaskLosses(
+            self.model, shift=shift, smoothing=args.label_smoothing_factor, own=self._per_sample,
+            counts_first=not getattr(self, "_loss_shifts_labels", True),
+        )  # fmt: skip
         return self.loader
+
+    def _generators(self) -> Any:
+        """Where nothing is selected, what the Trainer's own loader draws from, so that its order and dropout stay the same."""
+        args, self._order = self.args, None
+        if self._select is not None:
+            return None
+        alone = args.world_size == 1
+        if not self.accelerator.use_seedable_sampler:
+            return "global" if alone else None
+        seed = args.data_seed if args.data_seed is not None else torch.initial_seed() if alone else args.seed
+        self._order = torch.Generator(), seed
+        return "global" if alone else torch.Generator().manual_seed(seed), self._order[0]
+
+    def _begin(self) -> None:
+        """Take up the next epoch: with `select` to know its length, else where the Trainer would call iter()."""
+        if self._order is not None:
+            generator, seed = self._order
+            generator.manual_seed(seed + self.loader.epoch)  # as Accelerate's SeedableRandomSampler
+        self._batches = iter(self.loader)
 
     def _run_epoch(self, **given: Any) -> None:
         """One epoch of the plan, or what is left of it."""
-        batches = iter(self.loader)
+        if self._select is not None:
+            self._begin()
         length, self.epoch, done = len(self.loader), self.loader.epoch, self.taken
         updates = math.ceil((length - done) / self.args.gradient_accumulation_steps)
         if self._select is not None and self.epoch + 1 == self.loader.epochs:
             self.state.max_steps = self.state.global_step + updates
         self.epoch_length = length
         given.update(
-            epoch=self.epoch, train_dataloader=self._count(batches), steps_in_epoch=length - done,
+            epoch=self.epoch, train_dataloader=self._count(), steps_in_epoch=length - done,
             num_update_steps_per_epoch=updates,
         )  # fmt: skip
         super()._run_epoch(**given)
-        if batches.complete:
-            next(batches, None)  # into its end, as a loop does that does not count
+        if self._batches.complete:
+            next(self._batches, None)  # into its end, as a loop does that does not count
         self.taken = 0
 
-    def _count(self, batches: Iterator[tuple[Tensor, Any]]) -> Iterator[dict[str, Any]]:
-        for ids, batch in batches:
+    def _count(self) -> Iterator[dict[str, Any]]:
+        if self._select is None:
+            self._begin()
+        for ids, batch in self._batches:
             if not isinstance(batch, Mapping):
                 raise ConfigError(
                     f"The collator made a {type(batch).__name__}; Trainer and salience need a dictionary of tensors."

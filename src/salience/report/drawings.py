@@ -92,7 +92,7 @@ def timeline(story: Story) -> Chart | None:
 def work(story: Story) -> Chart | None:
     work = sorted(((name, spent) for name, spent in story.work.items() if spent > 0), key=lambda item: -item[1])
     values = {"seconds": [spent for _, spent in work]}
-    return bars("Seconds of the workers", [name for name, _ in work], values, form=words.seconds, what="stage")
+    return bars("Seconds to make the batches", [name for name, _ in work], values, form=words.seconds, what="stage")
 
 
 def machine(story: Story) -> list[Chart | None]:

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from salience._version import __version__
-from salience.errors import ConfigError, MissingExtra, printable
+from salience.errors import ConfigError, MissingExtra, StateError, printable
 from salience.events import EventLog, LeverDecided
+from salience.files import write_text
 from salience.report import drawings, words
 from salience.report.charts import Chart
 from salience.report.compared import HEAD, SECONDS_NOTE, Comparison, rows, said_of
@@ -117,6 +118,16 @@ def live_page(events: EventLog, *, name: str, names: SampleNames = None, classes
         raise ConfigError(f"names has no name for a sample of this run ({cause}); give one per sample.") from cause
 
 
+def write_page(path: str | Path, text: str) -> None:
+    """Write a page, which appears whole or not at all."""
+    try:
+        write_text(path, text)
+    except OSError as cause:
+        raise StateError(
+            f"The report cannot be written to {str(path)!r}: {cause.strerror or cause}; choose another file."
+        ) from cause
+
+
 def framed(text: str) -> str:
     """A page inside another one, such as a notebook; neither affects the other's styles."""
     frame = "width:100%;height:40rem;border:1px solid #8884;border-radius:8px"
@@ -154,7 +165,10 @@ def _tiles(story: Story) -> list[tuple[str, str, str]]:
     if story.metric is not None:
         name = "test accuracy" if story.measure == "accuracy" else "validation metric"
         tiles.append((metric(story, story.metric), name, f"best {metric(story, story.best)}"))
-    tiles.append((f"{story.share:.0%}", "of all visits", f"{story.visits:,} of {story.full:,}"))
+    if story.recorded:
+        tiles.append((f"{story.visits:,}", "visits recorded", f"in {words.count(len(story.windows), 'epoch')}"))
+    else:
+        tiles.append((f"{story.share:.0%}", "of all visits", f"{story.visits:,} of {story.full:,}"))
     tiles.append((words.seconds(story.seconds), "training", "without evaluation"))
     tiles.append((f"{story.own:.1%}", "for salience itself", words.seconds(sum(story.overhead.values()))))
     if story.findings is not None and story.findings.judged and not story.findings.weak:

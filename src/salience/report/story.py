@@ -123,6 +123,8 @@ class Story:
     """What was found of gradients near zero, each time they were probed."""
     bottlenecks: tuple[BottleneckFound, ...]
     """What held the run back, each time it was measured."""
+    auto: bool
+    """True if `auto` was on."""
     decisions: tuple[LeverDecided, ...]
     """What `auto` did about it."""
     broken: tuple[SampleBroken, ...]
@@ -176,7 +178,14 @@ class Story:
     @property
     def selects(self) -> bool:
         """True if the run was told to select, or `auto` did."""
+        if self.recorded:
+            return False
         return self.run.select != "observe" or any(w.plan.picked < w.population for w in self.windows)
+
+    @property
+    def recorded(self) -> bool:
+        """True if an Observer recorded what the loop drew itself."""
+        return self.run.select == "recorded"
 
     @property
     def epochs(self) -> int:

@@ -139,7 +139,7 @@ def _trained(story: Story) -> str:
     what = str(story.settings.get("model") or "The model")
     population = max((window.population for window in story.windows), default=0)
     if not population:
-        return "The run has planned nothing yet."
+        return "Nothing was recorded for a whole epoch yet." if story.recorded else "The run has planned nothing yet."
     data = f"{population:,} samples" + (f" of {len(story.classes)} classes" if story.classes else "")
     if story.metric is None:
         return f"{what} trained for {count(done, 'epoch')} on {data}; no validation result was reported."
@@ -155,6 +155,8 @@ def _cost(story: Story) -> list[str]:
     if story.selects:
         done = sum(window.finished for window in story.windows)
         return [words.selected(done, story.run.epochs, story.visits, story.full), took]
+    if story.recorded:
+        return [took, f"The loop drew its samples itself; {count(story.visits, 'visit')} were recorded."]
     said = [took, "Every sample was visited in every epoch."]
     if story.shorter is None:
         return said
@@ -164,7 +166,7 @@ def _cost(story: Story) -> list[str]:
 
 
 def _decided(story: Story) -> str:
-    """What `auto` kept and undid; empty if it was off."""
+    """What `auto` kept and undid, or that it did nothing; empty if it was off."""
     kept = [
         one.lever + ("" if one.measured is None else f" ({one.measured:.2f}x as fast)")
         for one in story.decisions
@@ -172,7 +174,7 @@ def _decided(story: Story) -> str:
     ]
     undone = [one.lever for one in story.decisions if one.action == "undo"]
     if not story.decisions:
-        return ""
+        return "auto found no lever worth a trial." if story.auto else ""
     said = ("kept", kept), ("tried and undid", undone)
     parts = [f"{what} {words.listed(levers)}" for what, levers in said if levers]
     return f"auto {words.listed(parts)}." if parts else "auto changed nothing."
@@ -221,7 +223,7 @@ def _waiting(story: Story) -> str:
     text, total = f"The loop spent {words.percent(share)} of its time waiting for batches.", sum(work.values())
     if total > 0:
         most = max(work, key=lambda name: work[name])
-        text += f" {work[most] / total:.0%} of the workers' time went into {most}."
+        text += f" {work[most] / total:.0%} of the time to make them went into {most}."
     return text
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from salience.decide import Auto, AvailableLevers, Settings
 from salience.errors import SalienceError
-from salience.events import SettingsChanged
+from salience.events import SettingsChanged, StepCosts
 from salience.feed.sizes import memory_bytes
 from salience.feed.source import Source
 from salience.ledger import Ledger
@@ -20,7 +20,7 @@ from salience.run.part import Part, Setup, Voice
 from salience.run.planning import Planning
 from salience.run.staging import Staging
 from salience.run.watching import Watching
-from salience.watch.model import ceiling, levers
+from salience.watch.model import Lever, ceiling, levers
 from salience.watch.probe import current_session
 
 
@@ -82,7 +82,7 @@ class Deciding(Part):
             decisions = self.auto.edge(window, self._watching.steps, self._available())
             if controller.verdict is not None and controller.verdict is not before:
                 costs = controller.verdict.costs
-                found = [] if costs is None else [ceiling(costs, one) for one in levers(costs, cores=cores_of(ranks))]
+                found = [] if costs is None else [ceiling(costs, one) for one in self._levers(costs)]
                 self._voice.events.emit(replace(controller.verdict, window=window, levers=tuple(found)))
             for decision in decisions:
                 self._voice.events.emit(decision)
@@ -138,6 +138,12 @@ class Deciding(Part):
             cores=cores, cache=cache, share=share, reusable=reusable, keep=self._planning.offered_shares,
             refused=self._refused,
         )  # fmt: skip
+
+    def _levers(self, costs: StepCosts) -> list[Lever]:
+        """What a verdict names as levers: not those that are on already."""
+        on = ("select=" if self._planning.config is not None else "", 'treat="reuse"' if self.settings.treat else "")
+        found = levers(costs, cores=cores_of(self._setup.ranks), cached=self.settings.cache > 0)
+        return [one for one in found if not one.name.startswith(tuple(filter(None, on)))]
 
     @property
     def feed_workers(self) -> int:

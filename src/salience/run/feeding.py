@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from salience.errors import ConfigError, DataError
-from salience.feed.cache import Feed
 from salience.feed.dataset import SourceDataset
 from salience.feed.options import ReadingOptions
 from salience.feed.reads import Counts
-from salience.feed.sharing.job import JobFeed
-from salience.feed.sharing.shared import SharedFeed
 from salience.feed.source import Source
 from salience.ledger import Ledger
 from salience.plan import Plan, Shard, Trace
 from salience.run.part import Batch, Part, Setup, Voice
 from salience.select.fetching import Stock
+
+if TYPE_CHECKING:
+    from salience.feed.cache import Feed
+    from salience.feed.sharing.job import JobFeed
+    from salience.feed.sharing.shared import SharedFeed
 
 Unread = Callable[[Plan], npt.NDArray[np.bool_] | None]
 """Visits of a plan that do not need the cache, bool [visits]; None = there are none."""
@@ -72,6 +74,8 @@ class Feeding(Part):
             self.feed = self.shared.open(dataset.decode, workers=workers)
             dataset.handle = self.feed.handle
         elif cache is not None:
+            from salience.feed.cache import Feed
+
             reading = self._reading
             self.feed = Feed(
                 dataset.source, cache=cache, batch_size=self._setup.rank_batch, ranks=self._setup.ranks, workers=workers,

@@ -16,6 +16,9 @@ from salience.errors import ConfigError
 GLOBAL = "global"
 """Given as `generator`: draw from torch's global generator, as a DataLoader that was given none."""
 
+Generators = torch.Generator | str | tuple[torch.Generator | str, torch.Generator] | None
+"""A DataLoader's generator, and if its RandomSampler has another one, that too."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Drawn:
@@ -24,6 +27,8 @@ class Drawn:
     ids: npt.NDArray[np.int64]
     state: Tensor
     """The generator before it drew; workers are seeded from here."""
+    order_state: Tensor | None = None
+    """The generator of the order before it drew, where it is another one."""
     worker_seed: bool
     """True if a seed for workers was drawn first."""
     shuffler: torch.Generator | None = None
@@ -40,19 +45,21 @@ class PlainOrder:
     """Orders samples with a generator whose state moves exactly as under a plain DataLoader.
 
     `generator` is seeded by `seed` where None is given; "global" does what a DataLoader without a generator does, by two draws
-    per epoch from torch's global generator. Without `shuffle`, samples stay in the order of the data set.
+    per epoch from torch's global generator; of two, the second shuffles. Without `shuffle`, samples stay in the order of the
+    data set.
     """
 
-    def __init__(
-        self, n: int, generator: torch.Generator | str | None = None, *, seed: int = 0, shuffle: bool = True
-    ) -> None:
-        if not isinstance(generator, torch.Generator | None) and generator != GLOBAL:
-            raise ConfigError(f"generator is {generator!r}; it must be a torch.Generator, {GLOBAL!r} or None.")
+    def __init__(self, n: int, generator: Generators = None, *, seed: int = 0, shuffle: bool = True) -> None:
+        given, other = generator if isinstance(generator, tuple) else (generator, None)
+        if not isinstance(given, torch.Generator | None) and given != GLOBAL:
+            raise ConfigError(f"generator is {given!r}; it must be a torch.Generator, {GLOBAL!r} or None.")
         self.n, self.shuffle = n, shuffle
-        given = torch.Generator().manual_seed(seed) if generator is None else generator
-        self._own = None if isinstance(given, str) else given
+        given = torch.Generator().manual_seed(seed) if given is None else given
+        self._own = other or (None if isinstance(given, str) else given)
         """The generator that shuffles; None = one that is seeded anew by each epoch's second draw."""
         self.generator = torch.default_generator if isinstance(given, str) else given
+        self._second = other
+        """The generator of the order, where it is not `generator`."""
         self.drawn = Drawn(ids=np.empty(0, dtype=np.int64), state=self.generator.get_state(), worker_seed=True)
         """The order of the epoch in progress."""
         self._put_back: Drawn | None = None
@@ -81,8 +88,9 @@ class PlainOrder:
         shuffler = self._own
         if shuffler is None:  # RandomSampler makes one for each epoch
             shuffler = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+        order_state = None if self._second is None else self._second.get_state()
         ids = torch.randperm(self.n, generator=shuffler).numpy()
-        return Drawn(ids=ids, state=state, worker_seed=worker_seed, shuffler=shuffler)
+        return Drawn(ids=ids, state=state, order_state=order_state, worker_seed=worker_seed, shuffler=shuffler)
 
     def unused(self, back: Drawn | None = None, *, workers: bool) -> None:
         """No batch of the last order was taken: the next order is `back`, if one was drawn before, or a new one.
@@ -92,6 +100,8 @@ class PlainOrder:
         self._put_back = back
         if back is None and not workers:
             self.generator.set_state(self.drawn.state)
+            if self._second is not None and self.drawn.order_state is not None:
+                self._second.set_state(self.drawn.order_state)
             if self.drawn.worker_seed:
                 torch.empty((), dtype=torch.int64).random_(generator=self.generator)
 
@@ -112,25 +122,38 @@ class PlainOrder:
     def mark(self) -> None:
         """Plain windows continue from the generator's present state."""
         self.drawn.state = self.generator.get_state()
+        self.drawn.order_state = None if self._second is None else self._second.get_state()
 
     def state_dict(self, *, in_window: bool) -> dict[str, Any]:
         """Where the generator stands; between two epochs, where it will when the next one is drawn."""
         now = self.generator.get_state()
+        order_now = (self._own or self.generator).get_state()
         ends = not self._finished and not self._stops
         if not in_window and ends and self.shuffle and self._own is not None:
             ahead = torch.Generator()
-            ahead.set_state(now)
+            ahead.set_state(order_now)
             torch.randperm(self.n, generator=ahead)
-            now = ahead.get_state()
-        state = self.drawn.state.clone() if in_window else now
-        return {"generator": state, "now": now, "drew_worker_seed": self.drawn.worker_seed, "stops": self._stops}
+            order_now = ahead.get_state()
+        now = order_now if self._own is self.generator else now
+        state = {"generator": self.drawn.state.clone() if in_window else now, "now": now}
+        if self._second is not None:
+            before = self.drawn.order_state
+            state |= {
+                "order": before.clone() if in_window and before is not None else order_now,
+                "order_now": order_now,
+            }
+        return {**state, "drew_worker_seed": self.drawn.worker_seed, "stops": self._stops}
 
     def load_state_dict(self, state: Mapping[str, Any], *, in_window: bool) -> npt.NDArray[np.int64]:
         """Bring the generator to where it stood; inside an epoch, that is after its draws. Returns the epoch's order."""
         self.generator.set_state(state["generator"])
+        if self._second is not None and "order" in state:
+            self._second.set_state(state["order"])
         self._finished, self.delivered, self._stops = True, False, bool(state.get("stops", False))
         if not in_window:
             return np.empty(0, dtype=np.int64)
         order = self.draw(worker_seed=bool(state["drew_worker_seed"]))
         self.generator.set_state(state["now"])  # peeks may have drawn since
+        if self._second is not None and "order_now" in state:
+            self._second.set_state(state["order_now"])
         return order

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
-import torch
 
 from salience._version import __version__
 from salience.config import SelectConfig
@@ -18,7 +17,7 @@ from salience.ranks import current_ranks
 from salience.report.sinks import Sink
 from salience.run.balancing import Balancing
 from salience.run.copying import Copying
-from salience.run.order import PlainOrder
+from salience.run.order import Generators, PlainOrder
 from salience.run.part import Setup, Voice, parse_count
 from salience.run.planning import Planning
 from salience.run.probing import Probing
@@ -44,7 +43,7 @@ class Parts:
         seed: int,
         drop_last: bool,
         window: int | str | None,
-        generator: torch.Generator | str | None,
+        generator: Generators,
         shuffle: bool = True,
         even: bool = False,
         ledger: Ledger | str | Path | None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +14,12 @@ from salience.feed.index import Index, Names
 from salience.feed.options import Decode
 from salience.feed.sharing import finding
 from salience.feed.sharing.config import FeedConfig
-from salience.feed.sharing.job import JobFeed
-from salience.feed.sharing.signature import signature
 from salience.feed.sizes import memory_bytes, parse_bytes
 from salience.feed.source import Source
 from salience.feed.tiers import identity
+
+if TYPE_CHECKING:
+    from salience.feed.sharing.job import JobFeed
 
 LEAST_WORKING_BYTES = 64 * 1024 * 1024
 """Minimum memory beside the cache, for what is read ahead."""
@@ -117,6 +118,9 @@ class SharedFeed:
 
     def open(self, decode: Decode | None, *, workers: int) -> JobFeed:
         """Join the feed as a job that needs samples decoded by `decode`."""
+        from salience.feed.sharing.job import JobFeed
+        from salience.feed.sharing.signature import signature
+
         finding.ensure(self.config, self.source.index)
         return JobFeed(
             self.config, self._identity, self.source, None if decode is None else signature(decode), decode, workers
