@@ -18,7 +18,8 @@ from torch.utils.data import TensorDataset
 import salience
 from salience.errors import ConfigError
 from salience.plan import Plan
-from salience.run.balancing import BOUND, bounded, by_cost, cut_by_cost
+from salience.run.balancing import by_cost, cut_by_cost
+from salience.run.speeds import BOUND, Speeds
 
 # Rank 1 takes four times as long per sample. Rank 0 writes the plans, losses and the model.
 SCRIPT = """
