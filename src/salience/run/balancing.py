@@ -129,7 +129,7 @@ class Balancing(Part):
             self._voice.events.emit("balanced", window=window, shares=shares, gain=now / then)
 
     def _typical(self) -> list[float]:
-        """Work, and seconds up to the loss and in all, of this rank's median step; a pause of the process does not move them."""
+        """Work, and seconds up to the loss and in all, of this rank's median step, which a pause does not move."""
         if len(self._timed) < MIN_STEPS:
             return [float("nan")] * 3
         wait = float(np.median(self._waits)) if self._waits else 0.0

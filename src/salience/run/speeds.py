@@ -19,7 +19,7 @@ Array = npt.NDArray[np.float64]
 
 SMOOTHING = 0.5
 """Weight of the last measurement in what is known of a rank."""
-MOVED = 0.1
+MOVED = 0.25
 """Share by which a rank's work must have changed to tell fixed work from the rest."""
 MOST_FIXED = 2.0
 """Fixed work is at most this multiple of an equal part."""

@@ -55,7 +55,7 @@ class Step:
     backward: float = 0.0
     """From loss() to asking for the next batch: backward pass, optimizer, and whatever else the loop does."""
     sync: float = 0.0
-    """Part of `backward` in which this rank waited for gradients of the others, at its end or where `salience.sync` exchanges them."""
+    """Part of `backward` in which this rank waited for gradients of the others."""
     work: Mapping[str, float] = field(default_factory=dict[str, float])
     """What the worker that made the batch spent: "fetch", "decode", and stages by name."""
     idle: float | None = None
