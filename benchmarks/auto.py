@@ -7,6 +7,9 @@ Regimes on two cores, thirty short windows each. The accelerator is a pause, exc
 - cpu_lossy: the same with auto="lossy". By hand: two workers and treat="reuse".
 - compute: a real network on one core; nothing exact helps. By hand: nothing.
 - compute_lossy: the same with auto="lossy". By hand: select="default".
+- sync: two ranks in network namespaces, 100 Mbit/s between them (Linux, root; otherwise left out), 1.6 MB of gradients. By
+  hand: salience.sync(mode="local", steps=32); auto: auto=True and salience.sync(mode="auto"). Plain DDP trains every tenth
+  window alone, since it takes so long, and counts ten times.
 
 Arms (plain, by hand, auto) take turns, window by window, in one process, so that a slow minute of the machine hits all of
 them.
@@ -27,7 +30,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Generator
@@ -38,11 +43,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, TensorDataset
 
 import salience
+from comm_rig import launch, network, shape
 from salience.feed.pack import PackSettings, pack
 from store_server import running
 
@@ -228,6 +236,8 @@ def _processor() -> float:
 
 
 def measure(regime: Regime, windows: int) -> dict[str, Any]:
+    """What came of plain training, of the setting by hand and of auto."""
+
     def arm(more: dict[str, Any]) -> tuple[Any, Step]:
         return salience.Loader(regime.data(), regime.batch, epochs=windows, **{**regime.options, **more}), regime.step()
 
@@ -236,38 +246,100 @@ def measure(regime: Regime, windows: int) -> dict[str, Any]:
         "best": arm(regime.best),
         "auto": arm({"auto": regime.auto}),
     }
+    found = compare(arms, windows, regime.bound, regime.cause)
+    if regime.test is not None:
+        found["accuracy"] = {name: round(regime.test(step), 4) for name, (_, step) in arms.items()}
+    return found
+
+
+def compare(arms: dict[str, tuple[Any, Step]], windows: int, bound: str, cause: str, every: int = 1) -> dict[str, Any]:
+    """Let the arms take turns; plain training takes one turn in `every`, which counts for all."""
     names, seconds = list(arms), {name: [0.0] * windows for name in arms}
     processor = dict.fromkeys(arms, 0.0)
     for number in range(windows):
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
+            if name == "plain" and number % every:
+                seconds[name][number] = seconds[name][number - 1]
+                continue
             seconds[name][number], spent = window(*arms[name])
             processor[name] += spent
     auto, total = arms["auto"][0], {name: sum(found) for name, found in seconds.items()}
     events = list(auto.events.recent)
     first = next((event for event in events if event["kind"] == "verdict"), {"bound": "", "cause": "", "text": "none"})
-    found = {
+    return {
         "auto_vs_best": round(total["auto"] / total["best"], 3),
         "auto_vs_plain": round(total["auto"] / total["plain"], 3),
         "best_vs_plain": round(total["best"] / total["plain"], 3),
         "processor_vs_plain": round(processor["auto"] / processor["plain"], 3),
         "verdict": first["text"],
-        "right": first["bound"] == regime.bound and (not regime.cause or first["cause"] == regime.cause),
+        "right": first["bound"] == bound and (not cause or first["cause"] == cause),
         "seconds": {name: round(value, 2) for name, value in total.items()},
         "last_ten": {name: round(sum(found[-10:]), 2) for name, found in seconds.items()},
         "decisions": [
             f"{e['window']}: {e['action']} {e['lever']}"
             + (f", predicted {e['predicted']:.2f}" if e["predicted"] else "")
             + (f", measured {e['measured']:.2f}" if e["measured"] else "")
-            + (f" ({e['interval'][0]:.2f} and up)" if e["interval"] else "")
+            + (f" ({e['interval'][0]:.2f} and up)" if e["interval"] and e["interval"][0] is not None else "")
             + f": {e['reason']}"
             for e in events
             if e["kind"] == "decision"
         ],
     }
-    if regime.test is not None:
-        found["accuracy"] = {name: round(regime.test(step), 4) for name, (_, step) in arms.items()}
-    return found
+
+
+# ---------------------------------------------------------------- gradients between ranks
+
+
+class Synced:
+    """A network under DistributedDataParallel, whose gradients travel in a mode of salience.sync; "" = as DDP does it."""
+
+    def __init__(self, mode: str, **options: Any) -> None:
+        self.mode, self.options = mode, options
+        self.ddp: DistributedDataParallel | None = None
+
+    def __call__(self, loader: Any, x: Tensor, y: Tensor) -> None:
+        if self.ddp is None:
+            model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+            self.ddp = DistributedDataParallel(model)
+            self.optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+            if self.mode:
+                salience.sync(self.ddp, self.optimizer, loader, self.mode, **self.options)
+        logits = self.ddp(x)
+        loss = loader.loss(F.cross_entropy(logits, y, reduction="none"), logits, y)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+
+def sync_rank(windows: int, out: str) -> None:
+    """One rank of the regime `sync`; rank 0 writes what was found."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    data = Rows(clouds(2 * 32 * 64, 0))
+
+    def arm(step: Synced, **more: Any) -> tuple[Any, Step]:
+        return salience.Loader(data, 32, epochs=windows, collate_fn=as_it_is, **more), step
+
+    arms = {
+        "plain": arm(Synced("")),
+        "best": arm(Synced("local", steps=32)),
+        "auto": arm(Synced("auto"), auto=True),
+    }
+    found = compare(arms, windows, "sync", "gradient sync", every=10)
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def over_a_slow_link(windows: int) -> dict[str, Any] | None:
+    """What came of the regime `sync`; None where this system has no network namespaces for us."""
+    if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
+        return None
+    with network(2):
+        shape(2, 100)
+        return launch(__file__, [windows], 2)
 
 
 REGIMES: dict[str, Callable[[int], Any]] = {
@@ -282,13 +354,24 @@ REGIMES: dict[str, Callable[[int], Any]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="twelve windows instead of thirty")
-    parser.add_argument("--regimes", nargs="+", choices=list(REGIMES), default=list(REGIMES))
+    parser.add_argument("--regimes", nargs="+", choices=[*REGIMES, "sync"], default=[*REGIMES, "sync"])
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.worker:
+        sync_rank(*json.loads(args.worker), args.out)
+        return
     torch.set_num_threads(1)
     windows, found = 12 if args.quick else 30, {}
     for name in args.regimes:
-        with REGIMES[name](windows) as regime:
-            found[name] = measure(regime, windows)
+        if name == "sync":
+            if (of_ranks := over_a_slow_link(windows)) is None:
+                print("\nsync: left out, since network namespaces with a cap take Linux, root, ip and tc.")
+                continue
+            found[name] = of_ranks
+        else:
+            with REGIMES[name](windows) as regime:
+                found[name] = measure(regime, windows)
         print(f"\n{name}: {found[name]['verdict']}")
         print("\n".join(f"  {line}" for line in found[name]["decisions"]))
         print(f"  seconds {found[name]['seconds']}, last ten windows {found[name]['last_ten']}")

@@ -55,7 +55,7 @@ def network(nodes: int) -> Generator[None]:
             subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
 
 
-def launch(script: str, jobs: list[dict[str, Any]], nodes: int, per_node: int = 1, limit: float = 900.0) -> list[Any]:
+def launch(script: str, jobs: list[Any], nodes: int, per_node: int = 1, limit: float = 900.0) -> list[Any]:
     """Run the jobs on all ranks, one after the other, and return what rank 0 says to each."""
     world = nodes * per_node
     with tempfile.TemporaryDirectory() as folder:

@@ -4,7 +4,9 @@ Two real ranks under Gloo train one model by DistributedDataParallel.
 
 speed: rank 1 has a quarter of a core (a CPU quota with a period of 5 ms, where this system lets us make a control group;
 otherwise, or with --waits, in-process waits in place of a forward and a backward pass, as for a device on which the host
-waits). `ideal` is the sum of what both ranks reach by themselves at the same time, with a DataLoader, without DDP and without
+waits). With --core 0.4 rank 0 has 0.4 of a core and rank 1 a quarter of that, in periods of 10 ms, which a busy machine can
+still give. Steps take about 100 ms (256 samples per rank), and 30 ms, six periods of the quota, in what is called short.
+`ideal` is the sum of what both ranks reach by themselves at the same time, with a DataLoader, without DDP and without
 salience; the baseline is equal parts. The same two processes take the arms by turns, a window of each per round, after warm-up
 windows in which speeds are measured; figures are medians over the rounds. `throughput_vs_waits_alone` takes the waits for the
 ideal, as if everything else took no time.
@@ -46,18 +48,18 @@ from salience.plan import Plan
 from salience.run.balancing import by_cost
 
 SLOWDOWN = 4.0
-BATCH = 64
-"""Samples per rank."""
-BATCHES = 12
+BATCH, SHORT = 256, 64
+"""Samples per rank, in steps of many periods of the quota and of few."""
+BATCHES = 24
 """Batches of a window."""
-WARM_UP = 4
+WARM_UP = 6
 """Windows before the first round, in which speeds are measured."""
 SECONDS_PER_SAMPLE = 0.0005
 """Of the fast rank: a device of its own, on which the host waits. Ranks that shared a core would slow each other."""
-
-
 QUOTA_PERIOD = 5_000
-"""Microseconds after which the slow rank gets processor time again."""
+"""Microseconds after which a rank with a quota gets processor time again, at least;"""
+LEAST_QUOTA = 1_000
+"""and what the system grants it at least in a period."""
 
 
 class Repeated(nn.Module):
@@ -76,16 +78,20 @@ class Repeated(nn.Module):
 
 @contextmanager
 def quota(share: float) -> Generator[Callable[[int], None] | None]:
-    """Limits a process to `share` of a core; None where this system does not let us."""
-    first, name = Path("/sys/fs/cgroup/cpu"), f"salience-uneven-{os.getpid()}"
+    """Limits a process to `share` of a core; None where this system does not let us, or where there is nothing to limit."""
+    if share >= 1:
+        yield lambda _: None
+        return
+    period = round(max(QUOTA_PERIOD, LEAST_QUOTA / share))
+    first, name = Path("/sys/fs/cgroup/cpu"), f"salience-uneven-{os.getpid()}-{share:g}"
     folder = (first if first.is_dir() else first.parent) / name
     try:
         folder.mkdir()
         if first.is_dir():
-            (folder / "cpu.cfs_period_us").write_text(str(QUOTA_PERIOD))
-            (folder / "cpu.cfs_quota_us").write_text(str(round(share * QUOTA_PERIOD)))
+            (folder / "cpu.cfs_period_us").write_text(str(period))
+            (folder / "cpu.cfs_quota_us").write_text(str(round(share * period)))
         else:
-            (folder / "cpu.max").write_text(f"{round(share * QUOTA_PERIOD)} {QUOTA_PERIOD}")
+            (folder / "cpu.max").write_text(f"{round(share * period)} {period}")
     except OSError:
         if folder.is_dir():
             folder.rmdir()
@@ -97,17 +103,17 @@ def quota(share: float) -> Generator[Callable[[int], None] | None]:
         folder.rmdir()
 
 
-def worker(rank: int, port: int, rounds: int, waits: bool) -> None:
+def worker(rank: int, port: int, rounds: int, waits: bool, batch: int) -> None:
     """One rank; rank 0 prints the samples per second of each arm over both ranks, per round."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     seconds = SECONDS_PER_SAMPLE * (SLOWDOWN if rank == 1 else 1.0) if waits else 0.0
-    n = BATCH * 2 * BATCHES
+    n = batch * 2 * BATCHES
     data = TensorDataset(torch.randn(n, 32), torch.randint(0, 4, (n,)))
     model: nn.Module = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4)) if waits else Repeated()
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    loaders = {"balanced": salience.Loader(data, BATCH, balance=True), "equal": salience.Loader(data, BATCH)}
+    loaders = {"balanced": salience.Loader(data, batch, balance=True), "equal": salience.Loader(data, batch)}
 
     def train(batches: Iterable[Any], net: nn.Module, loss: Callable[[Tensor], Tensor]) -> float:
         """Seconds for these batches; the waits are this rank's own forward and backward pass, before gradients meet."""
@@ -125,8 +131,8 @@ def worker(rank: int, port: int, rounds: int, waits: bool) -> None:
     def alone() -> float:
         """Both ranks by themselves at the same time, without DDP, for about as long as a balanced window."""
         count = round(2 * BATCHES * (SLOWDOWN if rank == 0 else 1.0) / (SLOWDOWN + 1))
-        taken = train(itertools.islice(DataLoader(data, BATCH, shuffle=True), count), model, torch.mean)
-        return total(count * BATCH / taken, dist.ReduceOp.SUM)
+        taken = train(itertools.islice(DataLoader(data, batch, shuffle=True), count), model, torch.mean)
+        return total(count * batch / taken, dist.ReduceOp.SUM)
 
     def together(arm: str) -> float:
         return n / total(train(loaders[arm], ddp, loaders[arm].loss), dist.ReduceOp.MAX)
@@ -148,21 +154,22 @@ def total(value: float, how: Any) -> float:
     return moved.item()
 
 
-def speed(rounds: int, *, waits: bool) -> dict[str, Any]:
+def speed(rounds: int, batch: int, *, waits: bool, core: float) -> dict[str, Any]:
     """Medians over the rounds of each arm's samples per second over those of the ideal in the same round."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    with quota(1 / SLOWDOWN) as limit:
+    with quota(core) as limit_fast, quota(core / SLOWDOWN) as limit:
         waits = waits or limit is None
         ranks = [
             subprocess.Popen(
-                [sys.executable, __file__, "--worker", json.dumps([rank, port, rounds, waits])],
+                [sys.executable, __file__, "--worker", json.dumps([rank, port, rounds, waits, batch])],
                 env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True,
             )
             for rank in range(2)
         ]  # fmt: skip
-        if limit is not None and not waits:
+        if limit is not None and limit_fast is not None and not waits:
+            limit_fast(ranks[0].pid)
             limit(ranks[1].pid)
         said = [process.communicate()[0] for process in ranks]
     rows = json.loads(said[0].splitlines()[-1])
@@ -173,7 +180,7 @@ def speed(rounds: int, *, waits: bool) -> dict[str, Any]:
         "throughput_vs_ideal_lowest": float(ratios["balanced"].min()),
         "throughput_vs_ideal_highest": float(ratios["balanced"].max()),
         "ideal_samples_per_second": float(np.median([row["ideal"] for row in rows])),
-        "slowed_by": "in-process waits" if waits else f"CPU quota, period {QUOTA_PERIOD / 1000:g} ms",
+        "slowed_by": "in-process waits" if waits else f"CPU quota, {core:g} and {core / SLOWDOWN:g} of a core",
     }
     if waits:
         stated = (1 + 1 / SLOWDOWN) / SECONDS_PER_SAMPLE
@@ -234,13 +241,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--waits", action="store_true", help="in-process waits even where there are CPU quotas")
+    parser.add_argument(
+        "--core", type=float, default=1.0, help="what rank 0 has of a core; rank 1 has a quarter of that"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         worker(*json.loads(args.worker))
         return
-    found = speed(6 if args.quick else 20, waits=args.waits)
-    first = {name: found.pop(name) for name in ("throughput_vs_ideal", "equal_vs_ideal")}
+    rounds = 4 if args.quick else 16
+    found = speed(rounds, BATCH, waits=args.waits, core=args.core)
+    short = speed(2 * rounds, SHORT, waits=args.waits, core=args.core)
+    main_names = ("throughput_vs_ideal", "equal_vs_ideal")
+    first = {name: found.pop(name) for name in main_names} | {f"short_{name}": short[name] for name in main_names}
     figures = {**first, **text(20_000, 2, 32), **found, "slowdown": SLOWDOWN}
     for name, value in figures.items():
         print(f"{name:<32} {value if isinstance(value, str) else round(value, 3)}")

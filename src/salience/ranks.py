@@ -16,7 +16,7 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -268,21 +268,6 @@ def current_ranks() -> Ranks | None:
 def local_rank() -> int:
     """The local rank of this process as set by torchrun; 0 without it."""
     return int(os.environ.get("LOCAL_RANK") or 0)
-
-
-@contextlib.contextmanager
-def joined_ranks(device: torch.device) -> Generator[Ranks | None]:
-    """The ranks that torchrun started, in a process group that lasts as long as the block; None in a single process."""
-    if int(os.environ.get("WORLD_SIZE") or 1) == 1:
-        yield None
-        return
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    ranks = Ranks()
-    yield ranks  # after an error the others are told by the closed connection
-    ranks.barrier()
-    dist.destroy_process_group()
 
 
 def _dimension(mesh: DeviceMesh, dim: str | None) -> dist.ProcessGroup:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -144,18 +145,47 @@ def test_a_run_whose_gradients_travel_otherwise_is_resumed_to_the_bit(mode: str)
         torch.testing.assert_close(resumed[name], whole[name], rtol=0.02, atol=0.02)
 
 
-@pytest.mark.slow  # torchrun's restarted ranks do not always find each other under Gloo
-def test_ranks_that_torchrun_restarts_go_on_from_the_checkpoint():
-    once = 'if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and name and'
-    Path("finishing.py").write_text(FACTORY.replace("if name and", once))
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=4"]
-    done = subprocess.run(
-        [*start, "-m", "salience", *options(checkpoint_every=1)], env=environment(END_BY="SIGKILL:4"),
-        capture_output=True, text=True, timeout=300, check=False,
+ONCE = 'if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and name and'
+"""Condition of a model that ends its process in the first try alone."""
+
+
+def torchrun(*given: str, **more: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *given, "-m", "salience", *options(checkpoint_every=1)],
+        env=environment(END_BY="SIGKILL:4", **more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "Going on at epoch 1, after 3 of its batches." in done.stdout
+
+
+def test_ranks_that_torchrun_restarts_go_on_from_the_checkpoint():
+    Path("finishing.py").write_text(FACTORY.replace("if name and", ONCE))
+    agent = torchrun("--standalone", "--nproc-per-node=2", "--max-restarts=1")
+    said, trouble = agent.communicate(timeout=300)
+    assert agent.returncode == 0, trouble
+    assert "Going on at epoch 1, after 3 of its batches." in said
     assert seen("out") == {2}
+
+
+def test_a_node_that_is_lost_under_torchrun_leaves_the_rest_of_the_window_to_the_others():
+    """Two nodes; the second one's rank and its torchrun are killed in mid-epoch, and the first goes on alone."""
+    alone = FACTORY.replace("if name and", ONCE).replace(
+        "os.kill(os.getpid()", "os.kill(os.getppid(), signal.SIGKILL); os.kill(os.getpid()"
+    )
+    Path("finishing.py").write_text(alone)
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    where = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=lost", "--local-addr=127.0.0.1")
+    patience = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
+    nodes = [
+        torchrun("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=1", *where, f"--rdzv-conf=is_host={host},{patience}")
+        for host in ("true", "false")
+    ]  # fmt: skip
+    said = [node.communicate(timeout=300) for node in nodes]
+    assert nodes[0].returncode == 0, said[0][1]
+    assert nodes[1].returncode == -signal.SIGKILL
+    assert "The run was saved on 2 ranks and goes on with 1" in said[0][0]
+    assert "Going on at epoch 1, after 3 of its batches." in said[0][0]
+    assert seen("out") == {2}, "every image once in each epoch"
 
 
 # --- what does not go together, and what does nothing ---

@@ -208,6 +208,27 @@ def slow_one(rank: int) -> Any:
     return [*found, digest(ddp.module)]
 
 
+def stuck(rank: int) -> Any:
+    """A rank comes to no averaging point; the other waits for it."""
+    ddp = wrapped()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    handle = salience.sync(ddp, optimizer, mode="quorum", quorum=2, deadline=2.0)
+    handle.average()
+    if rank == 0:
+        time.sleep(6)
+        return ""
+    try:
+        handle.average()
+    except RankError as error:
+        return str(error)
+    return "went on"
+
+
+def test_a_first_rank_that_does_not_come_is_named_at_the_deadline(tmp_path):
+    _, said = run_ranks(tmp_path, stuck)
+    assert said.startswith("Rank 1 lost rank 0, or waited 2 s for it, while parameters were averaged"), said
+
+
 def test_a_slow_rank_does_not_hold_the_others_and_all_end_equal(tmp_path):
     ranks = run_ranks(tmp_path, slow_one, world=3)
     assert all(isinstance(one, list) for one in ranks), ranks

@@ -157,7 +157,7 @@ def test_the_verdict_says_what_auto_did(tmp_path: Path):
     log.emit("plan", window=0, picked=10, population=10)
     log.emit("window", window=0, batches=1, of=1, finished=True, seconds=1.0, usage=[])
     log.emit("settings", window=0, workers=1)
-    assert "auto found no lever worth a trial." in verdict(tell(read_log(tmp_path / "run.jsonl"), name="x"))
+    assert "auto found no lever worth a trial." in verdict(story_of(read_log(tmp_path / "run.jsonl"), name="x"))
     log.emit("decision", window=1, lever="num_workers=2", action="keep", measured=1.5)
     log.emit("decision", window=2, lever='treat="reuse"', action="undo", measured=0.9)
     said = verdict(story_of(read_log(tmp_path / "run.jsonl"), name="x"))

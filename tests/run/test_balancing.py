@@ -18,7 +18,8 @@ from torch.utils.data import TensorDataset
 import salience
 from salience.errors import ConfigError
 from salience.plan import Plan
-from salience.run.balancing import BOUND, bounded, by_cost, cut_by_cost
+from salience.run.balancing import by_cost, cut_by_cost
+from salience.run.speeds import BOUND, Speeds
 
 # Rank 1 takes four times as long per sample. Rank 0 writes the plans, losses and the model.
 SCRIPT = """
@@ -61,7 +62,7 @@ loader.summary()
 warned = [e["text"] for e in heard if e["kind"] == "warning"]
 with open(f"{folder}/{rank}.json", "w") as file:
     json.dump({"steps": steps, "shares": shares, "weight": model.weight.tolist(), "seen": loader.ledger.seen.tolist(),
-               "warned": warned}, file)
+               "warned": warned, "waits": [(step.backward, step.sync) for step in loader.steps.steps]}, file)
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -110,6 +111,23 @@ def test_a_slow_rank_takes_less_and_the_gradient_stays_that_of_one_process(tmp_p
     assert [sorted(a + b) for a, b in zip(fast["steps"], slow["steps"], strict=True)] == alone
     torch.testing.assert_close(model.weight.detach(), torch.tensor(fast["weight"]), atol=1e-5, rtol=1e-4)
     assert fast["seen"] == slow["seen"] == loader.ledger.seen.tolist()
+
+
+@pytest.mark.parametrize("window", [32, 96])
+def test_short_windows_are_balanced_too(tmp_path, window):
+    """Windows of one and of three batches, less than it takes to know a rank's speed."""
+    fast, slow = run(tmp_path, window=window)
+    assert fast["shares"] == slow["shares"]
+    assert fast["shares"][-1][0] > 0.65
+    assert fast["seen"] == slow["seen"] == [5] * 203
+
+
+def test_the_wait_of_plain_ddp_for_a_slow_rank_is_told_apart_from_the_backward_pass(tmp_path):
+    fast, slow = run(tmp_path, window=None)
+    first = [step[1] for step in fast["waits"][2:7]]  # parts are still equal
+    assert min(first) > 0
+    assert np.median(first) > np.median([step[1] for step in slow["waits"][2:7]])
+    assert all(wait <= backward for backward, wait in fast["waits"])
 
 
 def test_picked_samples_of_unequal_parts_give_the_gradient_of_their_union(tmp_path):
@@ -178,10 +196,65 @@ def test_costs_that_are_all_alike_or_one_giant_leave_work_for_every_rank(costs):
     assert sorted(np.concatenate(visited)) == list(range(40))
 
 
-def test_shares_are_bounded():
-    found = bounded(np.array([1e6, 1.0, 1.0]) / (1e6 + 2))
-    assert found.sum() == pytest.approx(1)
-    assert found.min() >= 1 / 3 / BOUND / 3
+# --- speeds ---
+
+
+def measured(speeds: Speeds | None, work: Any, paces: Any, fixed: Any) -> Speeds:
+    """What is known after steps with this work on ranks that take `pace * (fixed + work)` seconds."""
+    work = np.asarray(work, dtype=np.float64)
+    seconds = np.asarray(paces) * (np.asarray(fixed) + work)
+    if speeds is None:
+        return Speeds.first(work, seconds)
+    speeds.learn(work, seconds)
+    return speeds
+
+
+@pytest.mark.parametrize("fixed", [(0.0, 0.0), (20.0, 20.0), (5.0, 25.0)])
+@pytest.mark.parametrize("paces", [(1.0, 4.0), (1.0, 1.0), (3.0, 1.0)])
+def test_after_a_few_measurements_all_ranks_take_as_long_whatever_their_fixed_work(paces, fixed):
+    speeds, work = None, np.array([64.0, 64.0])
+    for _ in range(6):
+        speeds = measured(speeds, work, paces, fixed)
+        work = speeds.parts()
+    assert work.sum() == pytest.approx(128)
+    first, second = np.asarray(paces) * (np.asarray(fixed) + work)
+    assert first == pytest.approx(second, rel=0.03)
+
+
+def test_a_rank_that_becomes_slow_and_fast_again_is_followed():
+    speeds, work = None, np.full(3, 40.0)
+    for paces in [(1, 1, 1)] * 3 + [(1, 1, 4)] * 8 + [(1, 1, 1)] * 8:
+        speeds = measured(speeds, work, paces, (10, 10, 10))
+        work = speeds.parts()
+        if paces[2] == 4:
+            slow = work[2]
+    assert slow < 15
+    assert work == pytest.approx(np.full(3, 40.0), rel=0.1)
+
+
+def test_noise_of_the_clock_moves_parts_little():
+    rng, speeds, work = np.random.default_rng(0), None, np.full(4, 32.0)
+    for _ in range(40):
+        speeds = measured(speeds, work, np.array([1, 1, 2, 4]) * rng.normal(1, 0.03, 4), np.full(4, 8.0))
+        work = speeds.parts()
+    ideal = measured(
+        measured(None, np.full(4, 32.0), [1, 1, 2, 4], np.full(4, 8.0)), work, [1, 1, 2, 4], np.full(4, 8.0)
+    )
+    assert work == pytest.approx(ideal.parts(), rel=0.25)
+
+
+def test_parts_are_bounded():
+    parts = measured(None, [10, 10, 10], [1e-6, 1.0, 1.0], [0, 0, 0]).parts()
+    assert parts.sum() == pytest.approx(30)
+    assert parts.min() >= 10 / BOUND / 2
+    assert parts.max() <= 10 * BOUND
+
+
+def test_speeds_are_saved_and_restored():
+    speeds = measured(measured(None, [64, 64], [1, 4], [9, 9]), [100, 28], [1, 4], [9, 9])
+    again = Speeds.from_state(speeds.state_dict())
+    assert again.parts().tolist() == speeds.parts().tolist()
+    assert again.fixed == pytest.approx([9, 9])
 
 
 def test_costs_of_another_length_are_refused():

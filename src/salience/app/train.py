@@ -28,6 +28,7 @@ from salience import ledger as ledgers
 from salience.app import checkpoint, models, parallel
 from salience.app.augment import crop_flip
 from salience.app.data import Split, open_split, pixel_statistics
+from salience.app.joining import joined_ranks
 from salience.app.parallel import Parallel
 from salience.config import TrainConfig
 from salience.errors import ConfigError, StateError
@@ -36,7 +37,7 @@ from salience.events.coding import plain
 from salience.feed.sizes import parse_bytes
 from salience.ledger import history as histories
 from salience.loader import Loader
-from salience.ranks import Ranks, joined_ranks, local_rank
+from salience.ranks import Ranks, local_rank
 from salience.report import words
 from salience.report.console import SECONDS_BETWEEN_UPDATES, Bars, bars, say, table
 from salience.report.text import render

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -60,14 +61,18 @@ def sync(
             _take(model)
     except ConfigError as cause:
         trouble = str(cause)
-    mine: Any = {"trouble": trouble, "settings": fingerprint(model, mode, wanted, groups, loader), "key": id(model)}
+    mine: Any = {
+        "trouble": trouble,
+        "settings": fingerprint(model, mode, wanted, groups, loader),
+        "key": os.urandom(8).hex(),
+    }
     found = ranks.gather_objects(mine)
     said = next((f"{one['trouble']} (rank {rank})" for rank, one in enumerate(found) if one["trouble"]), None)
     said = said or difference([one["settings"] for one in found])
     if said:
         raise ConfigError(said)
     handle = Handle(model, optimizer, loader, "allreduce", {})
-    handle.begin(ranks, str(found[0]["key"]), groups)
+    handle.begin(ranks, found[0]["key"], groups)
     if mode == "auto":
         handle.auto = Chooser(handle, **wanted)
     else:

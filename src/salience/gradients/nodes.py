@@ -27,8 +27,13 @@ class Nodes:
         self.weight = len(mine) * len(self.groups) / sum(map(len, self.groups))
         """Factor on this group's mean that turns the mean over groups into the mean over ranks."""
         first = [group[0] for group in self.groups]
-        made = [(group, new_group(parent, group), new_group(parent, group)) for group in self.groups]
-        inside, beside = next((one, other) for group, one, other in made if me in group)
+        everywhere = parent is dist.group.WORLD  # then all ranks make all groups
+        made = {
+            group[0]: (new_group(parent, group), new_group(parent, group))
+            for group in self.groups
+            if everywhere or me in group
+        }
+        inside, beside = made[mine[0]]
         across = new_group(parent, first)
         self.inside = Link(inside, notes, deadline)
         """The link to the ranks of this group, for gradients."""
@@ -114,7 +119,12 @@ class GroupedAverager(Averager):
 
 
 def new_group(parent: Any, ranks: Sequence[int]) -> Any:
-    """A process group of its own for some ranks of `parent`. Collective over `parent`."""
+    """A process group of its own for some ranks of `parent`. Collective over `parent`.
+
+    torch names a group that its members make alone after the number of groups that each of them has, and waits for ever where
+    these differ. So a rank that is not among `ranks` makes one for itself, and all have as many.
+    """
     if parent is dist.group.WORLD:
         return dist.new_group(list(ranks))
-    return dist.new_group(list(ranks), use_local_synchronization=True) if dist.get_rank() in ranks else None
+    me = dist.get_rank()
+    return dist.new_group(list(ranks) if me in ranks else [me], use_local_synchronization=True)

@@ -13,8 +13,11 @@ Everything travels as bfloat16 with the rounding errors kept, from rank to rank 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -113,16 +116,15 @@ class Quorum(Averager):
             dist.send(torch.tensor([LEAVE]), group=self.link.group, group_dst=0)
 
     def _ask(self, asks: int, values: Tensor) -> list[Tensor]:
-        group = self.link.group
         if self.link.rank:
-            dist.send(torch.tensor([asks]), group=group, group_dst=0)
-            dist.send(values, group=group, group_dst=0)
-            dist.recv(count := torch.zeros(1, dtype=torch.int64), group=group, group_src=0)
+            self._send(torch.tensor([asks]), 0)
+            self._send(values, 0)
+            self._receive(count := torch.zeros(1, dtype=torch.int64), 0)
             if int(count) < 0:
                 raise RankError(self.link.notes.found() or "The first rank could not go on; look for its first error.")
             came = [torch.empty_like(values) for _ in range(int(count))]
             for one in came:
-                dist.recv(one, group=group, group_src=0)
+                self._receive(one, 0)
             return came
         self._come(0, asks, values)
         try:
@@ -142,12 +144,11 @@ class Quorum(Averager):
                 dist.recv(asks := torch.zeros(1, dtype=torch.int64), group=self.link.group, group_src=rank)
                 if int(asks) == LEAVE:
                     return
-                dist.recv(
-                    values := torch.empty(self._size, dtype=torch.bfloat16), group=self.link.group, group_src=rank
-                )
+                self._receive(values := torch.empty(self._size, dtype=torch.bfloat16), rank)
                 self._come(rank, int(asks), values)
         except RuntimeError as cause:
-            said = f"Rank {rank} was lost while parameters were averaged ({str(cause).splitlines()[0]})."
+            lost = f"Rank {rank} was lost while parameters were averaged ({str(cause).splitlines()[0]})."
+            said = str(cause) if isinstance(cause, RankError) else lost
             self.link.notes.leave(said)
             self._mine.put(said)
 
@@ -159,6 +160,22 @@ class Quorum(Averager):
                     self._mine.put(updates)
                     continue
                 self.link.sent += sum(update.nbytes for update in updates)
-                dist.send(torch.tensor([len(updates)]), group=self.link.group, group_dst=one)
-                for update in updates:
-                    dist.send(update, group=self.link.group, group_dst=one)
+                for tensor in (torch.tensor([len(updates)]), *updates):
+                    self._send(tensor, one)
+
+    def _send(self, tensor: Tensor, rank: int) -> None:
+        self._wait(lambda: dist.isend(tensor, group=self.link.group, group_dst=rank), rank)
+
+    def _receive(self, tensor: Tensor, rank: int) -> None:
+        self._wait(lambda: dist.irecv(tensor, group=self.link.group, group_src=rank), rank)
+
+    def _wait(self, begin: Callable[[], Any], rank: int) -> None:
+        """Until the deadline, in one piece: a time-out of Gloo closes the connection."""
+        try:
+            begin().wait(timedelta(seconds=self.link.deadline))
+        except RuntimeError as cause:
+            raise RankError(
+                self.link.notes.found()
+                or f"Rank {self.link.rank} lost rank {rank}, or waited {self.link.deadline:g} s for it, while parameters were "
+                "averaged; look for its first error."
+            ) from cause

@@ -38,12 +38,18 @@ def exchange(ranks: Ranks, batches: Sequence[Batch]) -> Iterator[Batch]:
     ).reshape(-1, 5)
     ids = np.concatenate([b[0] for b in batches]) if batches else np.empty(0, dtype=np.int64)
     values = np.concatenate([b[2].ravel() for b in batches]) if batches else np.empty(0, dtype=np.float32)
-    parts = zip(
-        *(ranks.all_gather_ragged(torch.from_numpy(part), name="exchange") for part in (header.ravel(), ids, values)),
-        strict=True,
-    )
+    mine = [torch.from_numpy(part) for part in (header.ravel(), ids, values)]
+    lengths = torch.stack(ranks.all_gather(torch.tensor([len(part) for part in mine]), name="exchange")).T.tolist()
+    parts = zip(*(_gathered(ranks, part, of_ranks) for part, of_ranks in zip(mine, lengths, strict=True)), strict=True)
     for step in itertools.zip_longest(*(_batches(*part) for part in parts)):
         yield from (batch for batch in step if batch is not None)
+
+
+def _gathered(ranks: Ranks, part: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    """The parts of all ranks: padded to the longest, since all_gather wants equal sizes."""
+    padded = torch.zeros(max(lengths), dtype=part.dtype)
+    padded[: len(part)] = part
+    return [one[:n] for one, n in zip(ranks.all_gather(padded, name="exchange"), lengths, strict=True)]
 
 
 def _batches(head: Tensor, all_ids: Tensor, all_values: Tensor) -> Iterator[Batch]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,16 +16,27 @@ from salience.errors import ConfigError
 from salience.ledger import Ledger
 from salience.plan import Plan, Shard
 from salience.run.part import Batch, Part, Setup, Voice
+from salience.run.speeds import Speeds
 from salience.watch import Steps
 
-MIN_STEPS = 3
-"""Steps of a window from which a rank's speed is taken; the first one of a window is never among them."""
-SMOOTHING = 0.5
-"""Weight of the last window in what is known of a rank's speed."""
-WORTH = 0.03
+MIN_STEPS = 5
+"""Steps from which a rank's speed is taken, over as many windows as it takes to have them."""
+WARM_UP = 2
+"""First steps of a run, in which things warm up and DistributedDataParallel rearranges its buckets."""
+WORTH = 0.02
 """Steps must become shorter by this share of their time for the parts to be changed."""
-BOUND = 16.0
-"""A rank takes at least this fraction, and at most this multiple, of an equal part."""
+
+
+@dataclass(slots=True)
+class Timed:
+    """One step of this rank, as far as it did not wait for others."""
+
+    work: float
+    """The cost of its part of the batch, or the number of samples."""
+    forward: float
+    """Seconds from having the batch to its loss."""
+    whole: float
+    """Seconds with the backward pass and the optimizer; NaN where the wait for others is not known."""
 
 
 class Balancing(Part):
@@ -41,15 +52,21 @@ class Balancing(Part):
         """Cost of every sample, float64 [n], such as its length; None = all alike."""
         self.shares = np.full(setup.world, 1 / setup.world)
         """Part of every batch that each rank takes."""
-        self._pace: npt.NDArray[np.float64] | None = None
-        """Seconds that each rank takes per unit of work, smoothed; None until they were measured."""
+        self._speeds: Speeds | None = None
+        """None until they were measured."""
+        self._timed: list[Timed] = []
+        """Steps since speeds were measured."""
+        self._waits: list[float] = []
+        """Seconds for which these waited for their batch, but for the first of each window."""
         self._shard: Shard | None = None
+        self._numbers: list[int] = []
+        """Batches of this window, as they came."""
         self._first = 0
         self._device: torch.device | None = None
         """The GPU that losses are on; None on the CPU, or until there was one."""
         self._begun: torch.cuda.Event | None = None
-        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        """On a GPU: when it had a batch, and when its losses were there."""
+        self._spans: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
+        """On a GPU: a batch, when it was there, and when its losses were."""
 
     @property
     def in_use(self) -> bool:
@@ -57,9 +74,10 @@ class Balancing(Part):
 
     def open(self, shard: Shard, done: frozenset[int]) -> None:
         self._shard, self._first = shard, self._steps.count
-        self._begun, self._spans = None, []
+        self._begun, self._spans, self._numbers = None, [], []
 
     def hand_over(self, batch: Batch) -> None:
+        self._numbers.append(batch.number)
         if self._device is not None:
             self._begun = _event(self._device)
 
@@ -67,44 +85,60 @@ class Balancing(Part):
         if losses.is_cuda:
             self._device = losses.device
             if self._begun is not None:
-                self._spans.append((self._begun, _event(losses.device)))
+                self._spans.append((batch.number, self._begun, _event(losses.device)))
                 self._begun = None
 
+    def close(self, *, finished: bool) -> None:
+        """Take note of the window's steps."""
+        if not self._by_speed or self._shard is None:
+            return
+        if self._device is not None:
+            torch.cuda.synchronize(self._device)  # once per window
+            nan = float("nan")
+            spans = [(n, begun.elapsed_time(lost) / 1000) for n, begun, lost in self._spans]
+            self._timed += [Timed(self._work(self._shard, n), seconds, nan) for n, seconds in spans]
+            return
+        steps = list(self._steps.steps)[-len(self._numbers) :] if self._numbers else []
+        for i, (number, step) in enumerate(zip(self._numbers[-len(steps) :], steps, strict=False)):
+            if step.busy and not step.trying and self._first + i >= WARM_UP:
+                forward = step.copy + step.forward
+                whole = forward + step.backward - step.sync if self._steps.knows_waits else float("nan")
+                self._timed.append(Timed(self._work(self._shard, number), forward, whole))
+                self._waits += [step.wait] * (i > 0 and not step.held)
+
     def prepare(self, window: int, ledger: Ledger) -> None:
-        """Compare the ranks' speeds in the last window, and change their parts if that is worth it."""
+        """Compare the ranks' speeds, and change their parts if that is worth it."""
         ranks = self._setup.ranks
         if ranks is None or self._shard is None or not self._by_speed:
             return
-        mine = np.array([self._seconds()])
-        found = torch.stack(ranks.all_gather(torch.from_numpy(mine), name="balance")).numpy()[:, 0]
-        if not np.isfinite(found).all() or (found <= 0).any():
+        mine = torch.tensor(self._typical(), dtype=torch.float64)
+        work, forward, whole = torch.stack(ranks.all_gather(mine, name="balance")).numpy().T
+        seconds = whole if np.isfinite(whole).all() else forward
+        if not (seconds > 0).all() or not (work > 0).all():  # NaN: some rank has too few steps yet
             return
-        pace = found / self._work()
-        self._pace = pace if self._pace is None else self._pace ** (1 - SMOOTHING) * pace**SMOOTHING
-        wanted = bounded(1 / self._pace / (1 / self._pace).sum())
-        now, then = (self.shares * self._pace).max(), (wanted * self._pace).max()
+        self._timed, self._waits = [], []
+        if self._speeds is None:
+            self._speeds = Speeds.first(work, seconds)
+        else:
+            self._speeds.learn(work, seconds)
+        wanted = self._speeds.parts()
+        now, then = self._speeds.slowest(work), self._speeds.slowest(wanted)
         if then < (1 - WORTH) * now:
-            self.shares = wanted
-            self._voice.events.emit("balanced", window=window, shares=wanted.round(4).tolist(), gain=float(now / then))
+            self.shares = wanted / wanted.sum()
+            shares = self.shares.round(4).tolist()
+            self._voice.events.emit("balanced", window=window, shares=shares, gain=now / then)
 
-    def _seconds(self) -> float:
-        """Median seconds from having a batch to its loss, in the last window: a pause of the process does not move it."""
-        if self._device is not None:
-            torch.cuda.synchronize(self._device)  # once per window
-            spans = [begun.elapsed_time(lost) / 1000 for begun, lost in self._spans]
-            return float(np.median(spans)) if len(spans) >= MIN_STEPS else float("nan")
-        count = min(self._steps.count - self._first - 1, len(self._steps.steps) - 1)
-        times = [step.copy + step.forward for step in list(self._steps.steps)[-count:]] if count >= MIN_STEPS else []
-        return float(np.median(times)) if times else float("nan")
+    def _typical(self) -> list[float]:
+        """Work, and seconds up to the loss and in all, of this rank's median step, which a pause does not move."""
+        if len(self._timed) < MIN_STEPS:
+            return [float("nan")] * 3
+        wait = float(np.median(self._waits)) if self._waits else 0.0
+        work, forward, whole = np.median([(one.work, one.forward, one.whole) for one in self._timed], axis=0).tolist()
+        return [work, forward, whole + wait]
 
-    def _work(self) -> npt.NDArray[np.float64]:
-        """Work of a typical batch on each rank in the last window: its cost, or its number of samples."""
-        shard = self._shard
-        assert shard is not None
-        if self.costs is None:
-            return np.median(np.diff(shard.cuts, axis=0), axis=1).astype(np.float64)
-        padded = [[self._padded(shard.of(rank).ids(k)) for k in range(len(shard))] for rank in range(shard.world)]
-        return np.median(np.array(padded), axis=1)
+    def _work(self, shard: Shard, number: int) -> float:
+        ids = shard.ids(number)
+        return float(len(ids)) if self.costs is None else self._padded(ids)
 
     def _padded(self, ids: npt.NDArray[np.int64]) -> float:
         assert self.costs is not None
@@ -130,23 +164,14 @@ class Balancing(Part):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "shares": torch.from_numpy(self.shares.copy()),
-            "pace": None if self._pace is None else torch.from_numpy(self._pace.copy()),
-        }
+        speeds = None if self._speeds is None else self._speeds.state_dict()
+        return {"shares": torch.from_numpy(self.shares.copy()), "speeds": speeds}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if len(state["shares"]) == self._setup.world:  # other ranks: they are measured anew
             self.shares = state["shares"].numpy().copy()
-            self._pace = None if state["pace"] is None else state["pace"].numpy().copy()
-        self._shard = None
-
-
-def bounded(shares: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Shares that sum to 1, none below 1/BOUND or above BOUND of an equal one."""
-    equal = 1 / len(shares)
-    shares = np.clip(shares, equal / BOUND, equal * BOUND)
-    return shares / shares.sum()
+            self._speeds = Speeds.from_state(state["speeds"]) if state.get("speeds") else None
+        self._shard, self._timed, self._waits = None, [], []
 
 
 def by_cost(shard: Shard, costs: npt.NDArray[np.float64], shares: npt.NDArray[np.float64]) -> Shard:

@@ -67,7 +67,7 @@ class Parts:
         self.voice = Voice(events, strict=strict)
         self.trace = None if trace is None else Trace(trace)
         open_sinks(self.setup, self.voice, sinks)
-        self.watching = Watching()
+        self.watching = Watching(several_ranks=self.setup.world > 1)
         self.planning = Planning(
             self.setup, select, self.voice, baseline=baseline, even=even,
             order=PlainOrder(n, generator, seed=seed, shuffle=shuffle),

@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from salience.errors import ConfigError
 from salience.plan import Shard
 from salience.report.sinks import Sink, guarded, sink
@@ -13,6 +15,7 @@ from salience.run.part import Batch, Part, Setup, Voice
 from salience.watch import Steps
 from salience.watch.probe import Probe, current_session
 from salience.watch.usage import UsageRecord
+from salience.watch.waiting import time_wait
 
 
 class Watching(Part):
@@ -20,8 +23,9 @@ class Watching(Part):
 
     name = "watching"
 
-    def __init__(self) -> None:
+    def __init__(self, *, several_ranks: bool = False) -> None:
         self.steps = Steps()
+        self._several_ranks = several_ranks
         self.probe: Probe | None = None
         """Measures the loader alone and the loop alone now and then; None unless it was asked for."""
         self.usage: UsageRecord | None = None
@@ -39,6 +43,10 @@ class Watching(Part):
         self._opened_at = time.perf_counter()
         self.steps.pause()  # the time since the last window belongs to no step
         self.steps.ask()  # before workers start, which is part of the first wait
+
+    def on_loss(self, batch: Batch, losses: Tensor, kept: Tensor | None, targets: Tensor | None) -> None:
+        if self._several_ranks and losses.requires_grad:
+            time_wait(losses, self.steps.waited)
 
     def take_back(self, batch: Batch) -> None:
         timed = self.steps.count > 0  # a Selector's batches cost nothing to get, and are not timed

@@ -55,7 +55,7 @@ class Step:
     backward: float = 0.0
     """From loss() to asking for the next batch: backward pass, optimizer, and whatever else the loop does."""
     sync: float = 0.0
-    """Part of `backward` in which this rank waited for gradients of the others, where `salience.sync` exchanges them."""
+    """Part of `backward` in which this rank waited for gradients of the others."""
     work: Mapping[str, float] = field(default_factory=dict[str, float])
     """Seconds spent by the worker that made the batch: "fetch", "decode", and stages by name."""
     idle: float | None = None
@@ -82,6 +82,8 @@ class Steps:
         """Learning rate of the step, if a ProgressLR sets it."""
         self.trying = False
         """True while `salience.sync` measures, or tries a mode."""
+        self.knows_waits = False
+        """True once it was told of a wait for other ranks at the end of a backward pass."""
         self._synced = 0.0
         self._sums, self._work = Counter[str](), Counter[str]()
         """Seconds since the last call of `spent`, without steps that a probe held back; `_work` by stage of the workers."""
@@ -138,6 +140,11 @@ class Steps:
         """`salience.sync` held up the loop for this many seconds; `trying` as in `Step`."""
         self._synced += seconds
         self.trying = trying
+
+    def waited(self, seconds: float) -> None:
+        """The backward pass was over, and DistributedDataParallel held the loop up for so long."""
+        self._synced += seconds
+        self.knows_waits = True
 
     def spent(self) -> StepSeconds | None:
         """Seconds of all steps since the last call; None if there were none."""
