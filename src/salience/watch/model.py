@@ -81,13 +81,13 @@ def without(costs: StepCosts, saves: Mapping[str, float]) -> tuple[float, float]
     return costs.input * max(0.0, 1 - saved), max(0.0, compute)
 
 
-def levers(costs: StepCosts, *, cores: int) -> list[Lever]:
-    """Levers that could be tried; exact ones come first."""
+def levers(costs: StepCosts, *, cores: int, cached: bool = False) -> list[Lever]:
+    """Levers that could be tried; exact ones come first. `cached` = there is a cache already."""
     stages = [name for name in costs.work if name != "fetch"]
     found: list[Lever] = []
     if (lever := more_workers(costs, cores)) is not None:
         found.append(lever)
-    if costs.work.get("fetch", 0.0) > 0:
+    if costs.work.get("fetch", 0.0) > 0 and not cached:
         found.append(Lever(name="cache=", exact=True, saves={"fetch": 1.0}))
     if stages:
         found.append(Lever(name='treat="reuse"', exact=False, saves=dict.fromkeys(stages, 0.75)))
