@@ -63,11 +63,14 @@ def test_samples_on_trial_rest_or_are_visited_as_drawn(carried):
     assert len(unsure(some, 150, np.random.default_rng(1)).positions) == 150, "too small a budget for a trial"
 
 
-def test_random_cuts_bring_back_what_waited_long():
+def test_random_cuts_take_what_the_last_window_left_out_first():
     some = candidates(0.2)
-    some.view._ledger.last_seen[:100] = 0
-    draw = unsure(some, N // 4, np.random.default_rng(1))
-    assert set(range(100)) <= set(draw.positions.tolist())
+    left_out = np.random.default_rng(0).permutation(N)[: N // 2]
+    some.view._ledger.last_seen[left_out] = 2
+    for budget in (N // 4, N // 2):
+        assert set(unsure(some, budget, np.random.default_rng(1)).positions.tolist()) <= set(left_out.tolist())
+    more = unsure(some, 3 * N // 4, np.random.default_rng(1)).positions
+    assert set(left_out.tolist()) <= set(more.tolist())
 
 
 def test_without_a_judgement_the_weighted_mean_is_unbiased():

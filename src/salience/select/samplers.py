@@ -14,8 +14,6 @@ Rng = np.random.Generator
 
 MIN_SHARE_OVER_THRESHOLD = 0.1
 """Minimum share of the curve's budget that `threshold` visits."""
-OVERDUE_WINDOWS = 4
-"""In random draws, samples that have waited this many windows come first."""
 
 
 @card(unbiased=True)
@@ -117,8 +115,8 @@ def unsure(
     gained = carried(view.trial)
     free, left = np.flatnonzero(~rests & ~visited), budget - int(np.count_nonzero(visited))
     if candidates.noise > 0 or not gained >= carry:
-        overdue = (view.age[ids[free]] >= OVERDUE_WINDOWS).astype(np.float32)
-        drawn = top(overdue + rng.random(len(free), dtype=np.float32), left, rng)
+        waited = (view.age[ids[free]] > 1).astype(np.float32)  # not in the last window: so that visits stay even
+        drawn = top(waited + rng.random(len(free), dtype=np.float32), left, rng)
         positions = np.concatenate((np.flatnonzero(visited), free[drawn]))
         return Draw(positions=positions, note=f"{_outcome(candidates.noise, gained)}: drawn at random")
     inclusion = visited.astype(np.float64)
