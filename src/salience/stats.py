@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,8 +29,6 @@ class Interval:
 
 def paired_interval(differences: Sequence[float], level: float = 0.95) -> Interval | None:
     """mean +- t(n - 1) * s / sqrt(n) of paired differences, two-sided; None without any."""
-    import statistics
-
     count = len(differences)
     if not count:
         return None

@@ -12,6 +12,8 @@ import numpy as np
 
 from salience.select.view import Bools, Floats, Ids
 
+Rng = np.random.Generator
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batching:
@@ -51,7 +53,7 @@ def members(n: int, epoch: int, piece: int, pieces: int) -> range:
     return range((piece + epoch) % pieces, n, pieces)
 
 
-def trimmed(batch: int, keep: Bools, waited: Bools, rng: np.random.Generator) -> Bools:
+def trimmed(batch: int, keep: Bools, waited: Bools, rng: Rng) -> Bools:
     """Which of m drawn samples stay so that they fill whole batches, bool [m].
 
     Those left out are drawn at random among samples that are neither in `keep` nor `waited`, as far as there are enough of
@@ -64,7 +66,7 @@ def trimmed(batch: int, keep: Bools, waited: Bools, rng: np.random.Generator) ->
     return stay
 
 
-def filled(ids: Ids, weights: Floats, batch: int, rng: np.random.Generator) -> tuple[Ids, Floats]:
+def filled(ids: Ids, weights: Floats, batch: int, rng: Rng) -> tuple[Ids, Floats]:
     """The last batch completed by second visits of samples from other batches; the last window leaves nothing out."""
     over = len(ids) % batch
     if over == 0 or len(ids) < batch:

@@ -6,15 +6,17 @@ import numpy as np
 
 from salience.select.view import Bools, Floats, Ids
 
+Rng = np.random.Generator
 
-def choose(rng: np.random.Generator, n: int, count: int) -> Ids:
+
+def choose(rng: Rng, n: int, count: int) -> Ids:
     """`count` different positions out of `n`, each set equally likely."""
     if count >= n:
         return np.arange(n)
     return rng.permutation(n)[:count] if 8 * count > n else rng.choice(n, count, replace=False, shuffle=False)
 
 
-def choose_outside(rng: np.random.Generator, taken: Bools, count: int) -> Ids:
+def choose_outside(rng: Rng, taken: Bools, count: int) -> Ids:
     """`count` different positions that are not `taken`, each set equally likely."""
     rest = len(taken) - int(np.count_nonzero(taken))
     if 4 * count < rest:  # a few out of many: toss for each, a little too often, and put the surplus back
@@ -27,7 +29,7 @@ def choose_outside(rng: np.random.Generator, taken: Bools, count: int) -> Ids:
     return free[choose(rng, len(free), count)]
 
 
-def top(values: Floats, count: int, rng: np.random.Generator) -> Bools:
+def top(values: Floats, count: int, rng: Rng) -> Bools:
     """A mask of the `count` largest values; which of equal ones is left to chance, so that their order on disk says nothing."""
     mask = np.zeros(len(values), dtype=bool)
     if count >= len(values):
@@ -62,7 +64,7 @@ def inclusion_probabilities(size: np.ndarray, budget: int) -> np.ndarray:
     return np.minimum(p, 1.0)
 
 
-def systematic(rng: np.random.Generator, inclusion: np.ndarray) -> Ids:
+def systematic(rng: Rng, inclusion: np.ndarray) -> Ids:
     """Positions drawn with exactly the given probabilities, as many as they add up to (Madow 1949), in random order.
 
     The probabilities are laid end to end in random order, and every unit mark from a random start picks

@@ -19,6 +19,7 @@ from salience.select.codes import class_codes
 from salience.select.ranks import rank_normalise
 from salience.select.view import Bools, Floats, Ids, View
 
+Rng = np.random.Generator
 RESIDENT_FIRST_BATCHES = 8
 """Batches at the start of a window that are made of resident samples, while the others are being read."""
 
@@ -51,7 +52,7 @@ class Exchange:
     """Number of samples taken because they lie beside each other, so that one request brings several."""
 
 
-def refresh_set(view: View, picked: Bools, allowed: Bools | None, share: float, rng: np.random.Generator) -> Ids:
+def refresh_set(view: View, picked: Bools, allowed: Bools | None, share: float, rng: Rng) -> Ids:
     """The `share` of the unpicked samples whose rank is least certain, int64 [k].
 
     A rank is less certain the longer ago the sample was seen and the more its loss varies:
@@ -78,7 +79,7 @@ def exchange(
     forced: Bools | None,
     allowed: Bools | None,
     how: Fetching,
-    rng: np.random.Generator,
+    rng: Rng,
 ) -> Exchange:
     """Exchange unimportant samples that would have to be fetched one by one.
 
@@ -154,7 +155,7 @@ def exchange_note(found: Exchange | None, refreshed: int, age: npt.NDArray[Any],
     return Note(name="fetch", dropped=len(found.out), forced=refreshed, reason=reason)
 
 
-def _oldest(ids: Ids, age: npt.NDArray[Any], rng: np.random.Generator) -> Ids:
+def _oldest(ids: Ids, age: npt.NDArray[Any], rng: Rng) -> Ids:
     """The longest waiting first, equal ones in random order."""
     ids = rng.permutation(ids)
     return ids[np.argsort(-age[ids], kind="stable")]
@@ -166,7 +167,7 @@ def _within(ids: Ids, classes: Ids, room: npt.NDArray[np.int64], slack: int) -> 
     return ids[places(own) < room[own] + slack]
 
 
-def _runs(pool: Bools, age: npt.NDArray[Any], stock: Stock, count: int, rng: np.random.Generator) -> Ids:
+def _runs(pool: Bools, age: npt.NDArray[Any], stock: Stock, count: int, rng: Rng) -> Ids:
     """At least `count` samples of `pool` in runs of neighbours; runs with the highest sum of ages come first, equal ones in
     random order."""
     order = np.lexsort((stock.offset, stock.shard))

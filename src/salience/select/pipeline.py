@@ -17,7 +17,7 @@ from salience.registry import find
 from salience.seeds import PLAN, generator
 from salience.select.batching import Batching, filled, members, trimmed
 from salience.select.drawing import choose_outside
-from salience.select.fetching import Exchange, Stock, exchange, exchange_note, refresh_set, resident_first
+from salience.select.fetching import Exchange, Rng, Stock, exchange, exchange_note, refresh_set, resident_first
 from salience.select.plugins import Plugin, plugin_of
 from salience.select.ranks import rank_normalise
 from salience.select.view import NO_REFERENCE, Bools, Candidates, Clock, Draw, Floats, Ids, Reference, View
@@ -173,14 +173,7 @@ class Pipeline:
         return Batching(size=max(batch_size, world), world=world, constant=constant, drop_last=drop_last)
 
     def _fetch(
-        self,
-        view: View,
-        sifted: Sifted,
-        importance: Floats,
-        ids: Ids,
-        weights: Floats,
-        stock: Stock | None,
-        rng: np.random.Generator,
+        self, view: View, sifted: Sifted, importance: Floats, ids: Ids, weights: Floats, stock: Stock | None, rng: Rng
     ) -> tuple[Ids, Floats, Note]:
         """Add the samples to refresh, and exchange unimportant ones for others that are cheap to fetch."""
         how = self.config.fetch
@@ -269,14 +262,7 @@ class Pipeline:
         return rank_normalise(raw), raw
 
     def _draw(
-        self,
-        view: View,
-        sifted: Sifted,
-        importance: Floats,
-        raw: Floats,
-        budget: int,
-        batch: int,
-        rng: np.random.Generator,
+        self, view: View, sifted: Sifted, importance: Floats, raw: Floats, budget: int, batch: int, rng: Rng
     ) -> tuple[Ids, Floats, bool, Note | None]:
         """Ids and weights: the forced samples first (the longest waiting, where the budget does not hold all).
 
@@ -325,7 +311,7 @@ class Pipeline:
         weights = loss_weights(inclusion, len(chosen), len(ids) + len(musts), temper)
         return chosen, weights, temper == 1, note
 
-    def _sample(self, candidates: Candidates, budget: int, rng: np.random.Generator) -> Draw:
+    def _sample(self, candidates: Candidates, budget: int, rng: Rng) -> Draw:
         """What the sampler draws, with the exponent on its weights; None if there are no weights."""
         draw = self._ask(self.sampler, candidates, budget, rng)
         if draw is None:
