@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import statistics
 import threading
 import weakref
 from collections import deque
@@ -100,8 +101,6 @@ class _Live:
         if len(self.seconds) < MIN_REQUESTS_TO_HEDGE:
             return None
         seconds, sizes = zip(*self.seconds, strict=True)
-        import statistics
-
         return hedge_delay(size, statistics.median(seconds), statistics.median(sizes), policy)
 
 
@@ -201,8 +200,6 @@ class Reader:
 
     def latency(self) -> float:
         """Seconds that an answer takes without queueing: the quickest tenth of the last requests."""
-        import statistics
-
         seconds = [taken for taken, _ in self._here.seconds]
         return statistics.quantiles(seconds, n=10)[0] if len(seconds) > 1 else 0.0
 

@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import TypeVar
 
 import torch
@@ -94,8 +95,6 @@ def costs_of(steps: Sequence[Step], inputs: Sequence[float], workers: int) -> St
     alone = [s for s in steps if s.held and not s.trying] or natural
     if len(natural) < 4:
         return None
-    from statistics import median
-
     work = {name: _mean([s.work.get(name, 0.0) for s in natural]) for name in {n: 0 for s in natural for n in s.work}}
     waits = [s.wait if s.idle is None else min(s.idle, s.wait) for s in natural]
     supposed = sum(work.values()) / workers if workers else _mean(waits)
