@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -259,6 +258,8 @@ def train_config(table: Mapping[str, Any]) -> TrainConfig:
 
 def read_toml(path: str | Path) -> dict[str, Any]:
     """The tables of a settings file; only [select] and [train] are allowed at the top."""
+    import tomllib
+
     try:
         with Path(path).open("rb") as file:
             tables = tomllib.load(file)

@@ -18,7 +18,6 @@ from typing_extensions import TypeVar
 
 from salience.batches import EnvelopeCollate
 from salience.config import SelectConfig
-from salience.decide import Auto
 from salience.door import Door
 from salience.errors import ConfigError, DataError, did_you_mean
 from salience.events import EventLog
@@ -154,7 +153,11 @@ class Loader(Door, Generic[T]):
             reference=reference, baseline=baseline, embeddings=embeddings, trace=trace, log=log, sinks=sinks, strict=strict,
             balance=balance, costs=costs, alike={"auto": str(auto)},
         )  # fmt: skip
-        chooser = Auto(auto, baseline, epochs=epochs) if auto else None
+        chooser = None
+        if auto:
+            from salience.decide.auto import Auto
+
+            chooser = Auto(auto, baseline, epochs=epochs)
         self.dataset, self.with_ids, self.ids_key, self.generator = dataset, with_ids, ids_key, generator
         self.device = None if device is None else _device(device)
         ranks, workers = parts.setup.ranks, dataloader.get("num_workers", 0)

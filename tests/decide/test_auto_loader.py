@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch.utils.data import Dataset, Subset
 
 import salience
-from salience.decide import Settings
 from salience.decide.auto import Auto
+from salience.decide.levers import Settings
 from salience.errors import ConfigError, StateError
 from salience.events import EventLog, read
 

@@ -4,9 +4,3 @@
 
 One settings value per window, one question at each window's edge; the run applies the answer.
 """
-
-from salience.decide.auto import Auto
-from salience.decide.controller import Controller
-from salience.decide.levers import AvailableLevers, Settings
-
-__all__ = ["Auto", "AvailableLevers", "Controller", "Settings"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from salience.decide import Auto, AvailableLevers, Settings
+from salience.decide.levers import AvailableLevers, Settings
 from salience.errors import SalienceError
 from salience.events import SettingsChanged, StepCosts
 from salience.feed.sizes import memory_bytes
@@ -22,6 +22,9 @@ from salience.run.staging import Staging
 from salience.run.watching import Watching
 from salience.watch.model import Lever, ceiling, levers
 from salience.watch.probe import current_session
+
+if TYPE_CHECKING:
+    from salience.decide.auto import Auto
 
 
 class Workers(Protocol):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import numpy as np
 
 from salience.select.view import Bools, Floats, Ids
 
-Rng = np.random.Generator
+Rng: TypeAlias = "np.random.Generator"  # quoted, so that numpy.random is loaded by whoever draws first
 
 
 def choose(rng: Rng, n: int, count: int) -> Ids:
