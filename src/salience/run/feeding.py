@@ -206,7 +206,7 @@ class Feeding(Part):
             stats = self.source.stats
             text = (
                 f"Read from {self.source.url}: {stats.bytes_sent:,} bytes in {stats.requests:,} requests for "
-                f"{stats.bytes_used:,} bytes of samples; {stats.retried:,} with wrong bytes, {stats.hedged:,} doubled."
+                f"{stats.bytes_used:,} bytes of samples; {stats.retried:,} with wrong bytes, {stats.hedged:,} hedged."
             )
         if self.feed is not None:
             text += f"\n{self.feed.summary(self._rivals)}"

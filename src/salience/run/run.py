@@ -87,7 +87,7 @@ class Run:
         self.parts = [part for part in self.all_parts if part.in_use]
         """In the order in which they are asked."""
         self._of_parts: dict[str, list[Callable[..., None]]] = {
-            moment: [getattr(part, moment) for part in self.parts if moment in vars(type(part))] for moment in MOMENTS
+            moment: [getattr(part, moment) for part in self.parts if _answers(part, moment)] for moment in MOMENTS
         }
 
     # --- the story of a window ---
@@ -383,3 +383,7 @@ class Run:
         if course.open and course.shard is not None:
             return len(course.shard.plan)
         return self.planning.expected(course.window).visits
+
+
+def _answers(part: Part, moment: str) -> bool:
+    return getattr(type(part), moment) is not getattr(Part, moment)
