@@ -6,8 +6,8 @@
 
 The script is run as it is, with its arguments, until a few hundred steps of its salience.Loader are measured; then it is
 stopped. Now and then the next batches are held back, which times the loader alone, and released one after the other, which
-times the loop alone; they are the batches it would have got anyway. Under torchrun, gradient sync is a row of its own in
-scripts that call salience.sync; mode="allreduce" is what DDP does, to the bit.
+times the loop alone; they are the batches it would have got anyway. Under torchrun, gradient sync is a row of its own: what
+the loop waits for gradients of other ranks after its backward pass, or in salience.sync.
 """
 
 from __future__ import annotations
