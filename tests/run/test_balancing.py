@@ -42,6 +42,10 @@ loader.events.listen(heard.append)
 model = torch.nn.Linear(8, 4)
 with torch.no_grad():
     [p.fill_(0.01) for p in model.parameters()]
+if model_kind == "sharded":
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    loader.attach(fully_shard(torch.nn.Linear(8, 4), mesh=init_device_mesh("cpu", (2,))))
 if model_kind == "norm":
     loader.attach(torch.nn.Sequential(torch.nn.BatchNorm1d(8), model))
 ddp, optimizer, steps, shares = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1), [], []
@@ -159,6 +163,12 @@ def test_batches_by_cost_are_covered_exactly_once_and_batch_norm_is_warned_of(tm
         steps = [fast["steps"][epoch * 7 : epoch * 7 + 7], slow["steps"][epoch * 7 : epoch * 7 + 7]]
         assert sorted(i for part in steps for ids in part for i in ids) == list(range(203))
     assert any("SyncBatchNorm" in text for text in fast["warned"])
+
+
+def test_a_sharded_model_is_told_that_speeds_cannot_be_measured(tmp_path):
+    fast, slow = run(tmp_path, model="sharded")
+    assert fast["shares"][-1] == slow["shares"][-1] == [0.5, 0.5]
+    assert [text for text in fast["warned"] if "fully_shard" in text] == fast["warned"]
 
 
 # --- the rules alone ---

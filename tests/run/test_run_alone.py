@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from salience.decide import Auto
+from salience.decide.auto import Auto
 from salience.errors import DataError
 from salience.events import EventLog
 from salience.feed.dataset import SourceDataset

@@ -6,8 +6,8 @@
 
 The script is run unchanged, with its arguments, until a few hundred steps of its salience.Loader are measured; then it is
 stopped. From time to time the next batches are held back, which times the loader alone, and released one after the other,
-which times the loop alone; the batches are the same as without a profile. Under torchrun, gradient sync is a row of its own
-for scripts that call salience.sync; mode="allreduce" does exactly what DDP does.
+which times the loop alone; the batches are the same as without a profile. Under torchrun, gradient sync is a row of its own:
+how long the loop waits for gradients of other ranks after its backward pass, or in salience.sync.
 """
 
 from __future__ import annotations

@@ -58,6 +58,8 @@ class Balancing(Part):
         """Steps since speeds were measured."""
         self._waits: list[float] = []
         """Seconds for which these waited for their batch, but for the first of each window."""
+        self._sharded = False
+        """True if all steps take as long as those of the slowest rank, whatever the part."""
         self._shard: Shard | None = None
         self._numbers: list[int] = []
         """Batches of this window, as they came."""
@@ -130,7 +132,7 @@ class Balancing(Part):
 
     def _typical(self) -> list[float]:
         """Work, and seconds up to the loss and in all, of this rank's median step, which a pause does not move."""
-        if len(self._timed) < MIN_STEPS:
+        if self._sharded or len(self._timed) < MIN_STEPS:
             return [float("nan")] * 3
         wait = float(np.median(self._waits)) if self._waits else 0.0
         work, forward, whole = np.median([(one.work, one.forward, one.whole) for one in self._timed], axis=0).tolist()
@@ -155,7 +157,13 @@ class Balancing(Part):
         return shard if self.costs is None else by_cost(shard, self.costs, self.shares)
 
     def attach(self, model: nn.Module) -> None:
-        """Say that batch norm sees parts of different sizes."""
+        """Say what a model cannot have: speeds where its parameters are sharded, exact gradients where batch norm is not."""
+        if self._by_speed and any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+            self._sharded = True
+            self._voice.warn_once(
+                "balance=True cannot tell how fast ranks are where fully_shard makes them wait for each other inside every "
+                "forward and backward pass: parts stay equal. Use DistributedDataParallel, or leave balance out."
+            )
         plain = [type(layer).__name__ for layer in model.modules() if _plain_batch_norm(layer)]
         if plain and self._setup.world > 1:
             self._voice.warn_once(
