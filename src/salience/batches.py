@@ -290,7 +290,8 @@ def columns(batch: Any, count: int) -> list[Tensor]:
     return [
         part for part in parts
         if isinstance(part, Tensor) and not part.is_nested and part.layout == torch.strided  # nested ones have no such shape
-        and part.shape in ((count,), (count, 1)) and part.device.type == "cpu" and not part.is_complex() and not part.is_quantized
+        and part.shape in ((count,), (count, 1)) and part.device.type == "cpu"
+        and not part.is_complex() and not part.is_quantized
     ]  # fmt: skip
 
 
