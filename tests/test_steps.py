@@ -112,7 +112,7 @@ def test_by_default_fewer_visits_are_fewer_steps():
     ("setting", "says"),
     [
         ({"steps": "same"}, "'fewer' or 'constant'"),
-        ({"steps": 3}, "must be a word"),
+        ({"steps": 3}, "must be text"),
         ({"lr_power": -1}, "at least 0"),
         ({"lr_power": "linear"}, "must be a number"),
         ({"pick": 0}, "above 0 and at most 1"),

@@ -78,7 +78,7 @@ def fetching(table: Any) -> Fetching | None:
 
 
 _WORDS: dict[type, tuple[Any, str]] = {
-    bool: (bool, "true or false"), int: (int, "a whole number"), float: ((int, float), "a number"), str: (str, "a word"),
+    bool: (bool, "true or false"), int: (int, "a whole number"), float: ((int, float), "a number"), str: (str, "text"),
 }  # fmt: skip
 """Type of a setting -> what may be given, and that in words."""
 

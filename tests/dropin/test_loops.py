@@ -106,6 +106,34 @@ def unused_iter(loader: Any) -> Any:
     return [list(loader), list(loader)]
 
 
+def to_len_with_unused(loader: Any) -> Any:
+    seen = []
+    for _ in range(4):
+        it = iter(loader)
+        it = iter(loader)
+        seen += [next(it) for _ in range(len(loader))]
+    return seen
+
+
+def unused_in_mid_epoch(loader: Any) -> Any:
+    seen, held = [], []
+    for k in range(3):
+        for number, batch in enumerate(loader):
+            seen.append(batch)
+            if number == k:
+                held.append(iter(loader))
+    return seen, [next(it) for it in held], list(loader)
+
+
+def a_held_one_goes_on(loader: Any) -> Any:
+    first = iter(loader)
+    next(first)
+    second = iter(loader)
+    rest = list(first)
+    del first
+    return rest, list(second), list(loader)
+
+
 def peeks(loader: Any) -> Any:
     seen = []
     for _ in range(2):
@@ -257,6 +285,12 @@ CASES = [
     Case("peeks in order", Numbers, peeks, BY_FIVE, ordered=True),
     Case("next(iter()) again and again", Numbers, first_alone, BY_FIVE),
     Case("a loop in a loop", Numbers, nested, BY_FIVE),
+    Case("stops at len, unused iter", Numbers, to_len_with_unused, BY_FIVE),
+    Case("stops at len, unused iter, short last batch", lambda: Numbers(22), to_len_with_unused, BY_FIVE),
+    Case("stops at len, unused iter, in order", Numbers, to_len_with_unused, BY_FIVE, ordered=True),
+    Case("unused iter in mid-epoch", Numbers, unused_in_mid_epoch, BY_FIVE),
+    Case("unused iter in mid-epoch, in order", Numbers, unused_in_mid_epoch, BY_FIVE, ordered=True),
+    Case("an iterator of mid-epoch goes on afterwards", Numbers, a_held_one_goes_on, BY_FIVE),
     Case("unused iterators that are held", Numbers, unused_and_held, BY_FIVE),
     Case("an older iterator is held", Numbers, an_older_one_is_held, BY_FIVE),
     Case("zip", Numbers, zipped, BY_FIVE),

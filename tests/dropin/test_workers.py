@@ -75,6 +75,15 @@ def peeks(loader: Any) -> Any:
     return seen
 
 
+def to_len_with_unused(loader: Any) -> Any:
+    seen = []
+    for _ in range(3):
+        it = iter(loader)
+        it = iter(loader)
+        seen += [next(it) for _ in range(len(loader))]
+    return seen
+
+
 def zipped(loader: Any) -> Any:
     return list(zip(loader, loader, strict=True))
 
@@ -108,6 +117,7 @@ CASES = [
     Case("random numbers, persistent, in order", Drawn, twice, {**TWO, "persistent_workers": True}, ordered=True),
     Case("random numbers of peeks", ManyDrawn, peeks, TWO),
     Case("random numbers of two iterators at once", Drawn, zipped, TWO),
+    Case("stops at len, unused iter", ManyDrawn, to_len_with_unused, TWO),
     Case("num_workers can be set", Worker, more_workers, TWO),
     Case("broken off", Numbers, broken_off, TWO),
     Case("broken off, persistent", Numbers, broken_off, {**TWO, "persistent_workers": True}),

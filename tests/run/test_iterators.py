@@ -402,3 +402,17 @@ def test_after_a_worker_was_killed_the_rest_of_the_window_can_be_had(persistent)
     seen += [i for batch in loader for i in batch.tolist()]
     assert sorted(seen) == list(range(len(Slow())))
     assert len([*loader]) == len(loader)
+
+
+def test_a_loop_cut_to_the_length_of_the_window_before_is_told():
+    """It stops at len() without running into the end, and asks for the next length before that window is planned."""
+    loader = salience.Loader(range(200), 10, epochs=4, select="default")
+    for _ in range(4):
+        length = len(loader)
+        for number, batch in enumerate(loader):
+            loader.loss(batch.float())
+            if number + 1 == length:
+                break
+    next(iter(loader))  # the last window is closed when another one begins
+    said = [event["text"] for event in loader.events.recent if event.kind == "warning"]
+    assert [text for text in said if "what len() said before the window was planned" in text]

@@ -33,6 +33,8 @@ class BatchIterator(Iterator[Any]):
             other = run.iterator()
             if other is None or not other.in_use:
                 self._open()
+            elif run.plain and not run.source.keeps_workers:
+                self._drawn = run.planning.order.beside(workers=run.source.has_workers)
 
     def __iter__(self) -> BatchIterator:
         return self

@@ -105,6 +105,18 @@ class PlainOrder:
             if self.drawn.worker_seed:
                 torch.empty((), dtype=torch.int64).random_(generator=self.generator)
 
+    def beside(self, *, workers: bool) -> Drawn:
+        """What an iterator draws at iter() beside one in the middle of its epoch: a seed, and with workers the order too."""
+        if workers:
+            return self._draw(True)
+        state = self.generator.get_state()
+        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        return Drawn(ids=np.empty(0, dtype=np.int64), state=state, worker_seed=True)
+
+    def take(self, before: Drawn, *, workers: bool) -> None:
+        """The next order is that of an iterator that drew `before` at its iter(), and has become the one that counts."""
+        self._put_back = before if workers else self._draw(False)
+
     def peek(self, before: Drawn | None, *, workers: bool) -> Drawn:
         """An order beside the one in progress, as a second iter() of a DataLoader draws it; `before` = what iter() drew then.
 

@@ -96,7 +96,7 @@ class Run:
         """Plan the next window and begin to make its batches; a window that gave no batch yet is taken up again.
 
         `goes_on` = the epoch goes on, where it is planned in pieces; else what is left of an epoch that was broken off is
-        passed over. `drawn` is the order that whoever takes the window up again had drawn for it.
+        passed over. `drawn` is what whoever opens the window had drawn for it at iter(), or when it took it up before.
         """
         course, source, ranks = self.course, self.source, self.setup.ranks
         worker_seed = not (
@@ -115,6 +115,8 @@ class Run:
             self.flush()
             for prepare in self._of_parts["prepare"]:
                 prepare(course.window, self.recording.ledger)
+            if drawn is not None and not goes_on and self.plain:
+                self.planning.order.take(drawn, workers=source.has_workers)
             shard = self._plan(worker_seed)
             course.begin(shard, self.planning.later(course.window, len(shard.plan)))
             self._warn_of(shard.plan)
@@ -131,12 +133,14 @@ class Run:
         return source.start(shard, done)
 
     @property
+    def plain(self) -> bool:
+        """True if orders are those of a plain DataLoader, drawn when it would; a rank of several could do so alone."""
+        return self.planning.config is None and self.staging is None and self.setup.ranks is None
+
+    @property
     def redraws(self) -> bool:
         """True if taking up the pending window once more draws its order anew, as every iter() of a DataLoader does."""
-        plain = (
-            self.planning.config is None and self.staging is None and self.setup.ranks is None
-        )  # a rank may do so alone
-        return plain and not self.course.resumed and self.course.window % self.setup.pieces == 0
+        return self.plain and not self.course.resumed and self.course.window % self.setup.pieces == 0
 
     def deliver(self, batch: Batch) -> Any:
         """Pass a batch through the parts; returns what the loop receives."""
@@ -354,6 +358,8 @@ class Run:
         steps = {window: self.planning.expected(window).steps for window in range(first, first + pieces)}
         if course.open and course.shard is not None:
             steps[course.window] = len(course.shard)
+            if course.complete:  # a loop that stops at len() may ask for that of the next window
+                self._said_length = course.window + 1, sum(steps.values())
         else:
             self._said_length = course.window, sum(steps.values())
         return sum(steps.values())
