@@ -70,8 +70,8 @@ class Copying(Part):
         """Features of the samples, as far as the attached model gave any."""
         return None if self.search is None else self.search.embeddings
 
-    def know(self, fingerprints: npt.NDArray[np.int64]) -> None:
-        """Fingerprints of all samples' bytes, known before anything is read."""
+    def enter_index(self, fingerprints: npt.NDArray[np.int64]) -> None:
+        """Take the fingerprints of all samples' bytes, which an index has before anything is read."""
         if self.search is not None:
             self.search.prints[:] = fingerprints
 
