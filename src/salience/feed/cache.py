@@ -228,8 +228,8 @@ class Feed:
 
     def _importance(self, plan: Plan) -> npt.NDArray[np.float32]:
         """Importance of every sample; for samples that the plan does not rank, that of earlier plans."""
-        if plan.ranks is not None:
-            return plan.ranks.astype(np.float32)
+        if plan.importance_of_all is not None:
+            return plan.importance_of_all.astype(np.float32)
         self._known[plan.ids] = plan.importance
         return self._known.copy()
 

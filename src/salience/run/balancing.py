@@ -57,18 +57,18 @@ class Balancing(Part):
         self._timed: list[Timed] = []
         """Steps since speeds were measured."""
         self._waits: list[float] = []
-        """Seconds for which these waited for their batch, but for the first of each window."""
+        """Seconds that these steps waited for their batch, without the first step of each window."""
         self._sharded = False
         """True if all steps take as long as those of the slowest rank, whatever the part."""
         self._shard: Shard | None = None
         self._numbers: list[int] = []
-        """Batches of this window, as they came."""
+        """Batches of this window, in order of arrival."""
         self._first = 0
         self._device: torch.device | None = None
         """The GPU that losses are on; None on the CPU, or until there was one."""
         self._begun: torch.cuda.Event | None = None
         self._spans: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
-        """On a GPU: a batch, when it was there, and when its losses were."""
+        """On a GPU: the number of a batch, the event of its arrival, and that of its losses."""
 
     @property
     def in_use(self) -> bool:
@@ -91,13 +91,13 @@ class Balancing(Part):
                 self._begun = None
 
     def close(self, *, finished: bool) -> None:
-        """Take note of the window's steps."""
+        """Note the times of the window's steps."""
         if not self._by_speed or self._shard is None:
             return
         if self._device is not None:
             torch.cuda.synchronize(self._device)  # once per window
             nan = float("nan")
-            spans = [(n, begun.elapsed_time(lost) / 1000) for n, begun, lost in self._spans]
+            spans = [(n, begun.elapsed_time(ended) / 1000) for n, begun, ended in self._spans]
             self._timed += [Timed(self._work(self._shard, n), seconds, nan) for n, seconds in spans]
             return
         steps = list(self._steps.steps)[-len(self._numbers) :] if self._numbers else []

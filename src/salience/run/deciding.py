@@ -171,7 +171,7 @@ class Deciding(Part):
 
     def evaluated(self, metric: float, progress: float) -> None:
         """Take a validation result, by which lossy levers are judged."""
-        self.auto.controller.hear(metric, progress)
+        self.auto.controller.evaluated(metric, progress)
 
     def state_dict(self) -> dict[str, Any]:
         return {"auto": self.auto.state_dict(), "announced": self._announced}

@@ -309,7 +309,7 @@ class Planning(Part):
     def evaluated(self, metric: float, progress: float, window: int) -> None:
         """A validation result of `window`."""
         if self._steering is not None and self._in_the_middle(window):
-            self._steering.hear(metric, progress)
+            self._steering.evaluated(metric, progress)
 
     def _steer(self, steering: Steering, window: int) -> None:
         """Act on the last validation result; with several ranks, on rank 0's."""

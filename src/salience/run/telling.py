@@ -60,9 +60,9 @@ def _mean_loss(run: Run) -> float | None:
 
 def picked_by_importance(plan: Plan, parts: int = 10) -> tuple[float, ...] | None:
     """Share of the samples that is visited, by tenths of importance from the least on; None where all are alike."""
-    if plan.ranks is None or plan.all_alike:
+    if plan.importance_of_all is None or plan.all_alike:
         return None
-    part = np.minimum((plan.ranks.astype(np.float32) * parts).astype(np.int64), parts - 1)
+    part = np.minimum((plan.importance_of_all.astype(np.float32) * parts).astype(np.int64), parts - 1)
     visited = np.zeros(plan.population, dtype=bool)
     visited[plan.ids] = True
     every = np.bincount(part, minlength=parts)

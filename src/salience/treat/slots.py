@@ -43,7 +43,7 @@ class Slots:
     def put(self, slot: int, size: int, sample: int, window: int, value: Any) -> bool:
         """Store a value; False if it does not fit or cannot be pickled."""
         try:
-            head, buffers = taken_apart(value)
+            head, buffers = pickled(value)
         except Exception:  # whatever a user's object raises when it is pickled
             return False
         pieces = [np.frombuffer(head, dtype=np.uint8), *buffers]
@@ -137,7 +137,7 @@ def _image(mode: str, size: tuple[int, int], info: Any, pixels: Any) -> Any:
     return image
 
 
-def taken_apart(value: Any) -> tuple[bytes, list[npt.NDArray[np.uint8]]]:
+def pickled(value: Any) -> tuple[bytes, list[npt.NDArray[np.uint8]]]:
     """Split an object into pickled bytes and the contents of its arrays, which are not copied."""
     buffers: list[pickle.PickleBuffer] = []
     out = io.BytesIO()
@@ -147,5 +147,5 @@ def taken_apart(value: Any) -> tuple[bytes, list[npt.NDArray[np.uint8]]]:
 
 def stored_bytes(value: Any) -> int:
     """Size in bytes of a slot for this intermediate."""
-    head, buffers = taken_apart(value)
+    head, buffers = pickled(value)
     return SLOT_HEADER_BYTES + _laid_out([len(head), *map(len, buffers)])[1]

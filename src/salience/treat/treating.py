@@ -140,12 +140,15 @@ class Treating:
         self.split = SplitPoint(stages=k, size=size, slots=min(self.config.bytes // size, self.n))
         return said
 
-    def plan(self, plan: Plan, ranks: npt.NDArray[Any] | None, copies: Copies | None) -> Plan:
-        """The plan with treatment levels; with echo, the same number of visits to fewer samples."""
-        if ranks is not None and ranks.min() == ranks.max():
-            ranks = None
-        if self.config.strength and plan.ranks is None and ranks is not None:
-            plan = replace(plan, importance=ranks[plan.ids].astype(np.float32))
+    def plan(self, plan: Plan, importance: npt.NDArray[Any] | None, copies: Copies | None) -> Plan:
+        """The plan with treatment levels; with echo, the same number of visits to fewer samples.
+
+        `importance` is that of every sample, [n]; None = not known, or not needed.
+        """
+        if importance is not None and importance.min() == importance.max():
+            importance = None
+        if self.config.strength and plan.importance_of_all is None and importance is not None:
+            plan = replace(plan, importance=importance[plan.ids].astype(np.float32))
         self.kind, self.views = self._choice(self._progress(plan, 0))
         rng = generator(self._seed, AUGMENT, plan.window)
         if self.split is None or self.kind == "fresh":
@@ -158,7 +161,7 @@ class Treating:
             )
             return replace(plan, level=level)
         views = views_of(
-            None if ranks is None else ranks[plan.ids], _copies_left_out(plan, copies), self.views, len(plan)
+            None if importance is None else importance[plan.ids], _copies_left_out(plan, copies), self.views, len(plan)
         )
         apart = self.config.distance * plan.batch_size
         found = echo(views, self._turn[plan.ids], apart=apart, rng=rng)
@@ -232,12 +235,12 @@ class Treating:
 
         return of
 
-    def took(self, seconds: float) -> None:
+    def count_compute(self, seconds: float) -> None:
         """Count the loop's own time for a batch."""
         self.compute[0] += seconds
         self.compute[1] += 1
 
-    def take(self, ids: npt.NDArray[np.int64], level: npt.NDArray[np.uint8], report: BatchReport) -> None:
+    def count(self, ids: npt.NDArray[np.int64], level: npt.NDArray[np.uint8], report: BatchReport) -> None:
         """Count what a worker reports about a batch."""
         np.add.at(self._visits, ids, 1)
         np.add.at(self._fresh, ids, (level & LEVEL_MASK) != REUSED)
