@@ -63,7 +63,9 @@ class Deciding(Part):
         planning: Planning,
         staging: Staging | None,
         watching: Watching,
+        adopted: bool = False,
     ) -> None:
+        """`adopted`: the cache was not asked for, but is on from the start, and may be undone."""
         self._setup, self._voice, self.auto = setup, voice, auto
         self._workers, self._feeding, self._planning = workers, feeding, planning
         self._staging, self._watching = staging, watching
@@ -72,7 +74,10 @@ class Deciding(Part):
         self.settings = Settings(workers=workers.num_workers, cache=cached)
         """Settings of the window in progress, as far as `auto` may change them."""
         self._refused: dict[str, str] = {}
+        """Lever -> the reason why it cannot be tried."""
         self._announced = False
+        """True once the settings of the run were written to the event log."""
+        auto.start(self.settings, planning.expected(0).steps, decides=setup.rank == 0, adopted=adopted)
 
     def prepare(self, window: int, ledger: Ledger) -> None:
         """Rank 0 hears what the last window tells, and all ranks change what is to be changed, at the edges of epochs."""

@@ -71,12 +71,12 @@ class Planning(Part):
         self._offered: tuple[SelectConfig, Pipeline] | None = None
         self._steering: Steering | None = None
         self.needs_checked = False
-        """True once the first loss has shown what there is for scores to go by."""
+        """True once the first loss has shown whether plug-ins have what they need."""
         self._left_out = 0.0
         """Share of the samples that the last plan left out for their labels."""
         self._peeks = 0
         self._in_window, self._piece = False, 0
-        """True if a window is open, and its place in the epoch, or that of the next one."""
+        """True if a window is open; and the place in the epoch of that window, or of the next one."""
         self._shuffled = np.empty(0, dtype=np.int64)
         """The plain order of the epoch in progress."""
         if isinstance(self.config, SelectConfig):
@@ -105,7 +105,7 @@ class Planning(Part):
         if self.pipeline is not None:
             assert setup.epochs is not None
             self.pipeline.reference = reference
-            if self.fixed is not None and (plan := self.fixed.later(window)) is not None:
+            if self.fixed is not None and (plan := self.fixed.plan(window)) is not None:
                 return plan
             epoch, piece = divmod(window, setup.pieces)
             opinions = () if self.fixed is None else self.fixed.opinions
@@ -262,10 +262,11 @@ class Planning(Part):
         """Visits of the whole run before its first window is planned; None without `epochs`."""
         return None if self._setup.windows is None else sum(self._visits_from(0))
 
-    def later(self, window: int, visits: int) -> int | None:
-        """Visits to expect after `window`, which makes `visits`: the curve's, corrected by what this window did to it.
+    def visits_after(self, window: int, visits: int) -> int | None:
+        """Visits to expect after `window`, which makes `visits`; None without `epochs`.
 
-        A rule that spends more than the curve grants will do so again; a filter that leaves less keeps doing so.
+        They are what the curve grants, at least `visits` per window if this one made more, at most `visits` if it made fewer:
+        a sampler or filter that departs from the curve in one window will do so in the next.
         """
         if self._setup.windows is None:
             return None

@@ -109,8 +109,8 @@ class Sensing(Part):
     def in_use(self) -> bool:
         return bool(self._waiting or self.attached or self.proxy or self.jury or self.scorer)
 
-    def go_on(self, features: Embeddings | None) -> None:
-        """After a resume, features go on where they were."""
+    def resume_features(self, features: Embeddings | None) -> None:
+        """Record features into the array that was loaded, if they were being recorded."""
         if self._recorder.embeddings is not None:
             self._recorder.embeddings = features
 
@@ -235,8 +235,8 @@ class Sensing(Part):
     # --- models that learn beside it ---
 
     @property
-    def said(self) -> tuple[Ledger, Ledger] | None:
-        """What the jury says of the samples: the nets that trained on them, and those that held them out."""
+    def jury_ledgers(self) -> tuple[Ledger, Ledger] | None:
+        """What the jury knows about the samples: as seen by the network that trained on each, and by the one that did not."""
         return None if self.jury is None else (self.jury.trained, self.jury.held_out)
 
     @property
