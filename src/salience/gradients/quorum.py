@@ -147,8 +147,7 @@ class Quorum(Averager):
                 self._receive(values := torch.empty(self._size, dtype=torch.bfloat16), rank)
                 self._come(rank, int(asks), values)
         except RuntimeError as cause:
-            lost = f"Rank {rank} was lost while parameters were averaged ({str(cause).splitlines()[0]})."
-            said = str(cause) if isinstance(cause, RankError) else lost
+            said = str(cause) if isinstance(cause, RankError) else f"{_lost(rank)} ({str(cause).splitlines()[0]})."
             self.link.notes.leave(said)
             self._mine.put(said)
 
@@ -174,8 +173,14 @@ class Quorum(Averager):
         try:
             begin().wait(timedelta(seconds=self.link.deadline))
         except RuntimeError as cause:
-            raise RankError(
-                self.link.notes.found()
-                or f"Rank {self.link.rank} lost rank {rank}, or waited {self.link.deadline:g} s for it, while parameters were "
-                "averaged; look for its first error."
-            ) from cause
+            me, note = self.link.rank, self.link.notes.found()
+            if note is None or note.startswith(_lost(me)):  # what the other side made of the closed connection
+                note = (
+                    f"Rank {me} lost rank {rank}, or waited {self.link.deadline:g} s for it, while parameters were averaged; "
+                    "look for its first error."
+                )
+            raise RankError(note) from cause
+
+
+def _lost(rank: int) -> str:
+    return f"Rank {rank} was lost while parameters were averaged"
