@@ -148,7 +148,7 @@ class WorkerSource:
         return Arrivals(self, iter(self.inner), shard.plan.window, self._feeding, self._watching)
 
     def peek(self, order: npt.NDArray[np.int64], size: int, seeds: torch.Tensor) -> Iterator[Any]:
-        """Batches of `size` of these ids, apart from the run: by workers of their own, past the cache, recorded nowhere."""
+        """Batches of `size` of these ids beside the run: by workers of their own, without the cache, and recorded nowhere."""
         orders = Orders()
         parts = np.split(order, range(size, len(order), size))
         orders.set(lambda number: Order(number, parts[number]), len(parts))
@@ -165,7 +165,7 @@ class WorkerSource:
             yield self.contents(batch)
 
     def batch(self, envelope: BatchEnvelope, window: int) -> Batch:
-        """What arrived, taken out of its envelopes."""
+        """The contents of an envelope as a Batch."""
         content, ids, work = envelope.batch, envelope.ids, envelope.work
         batch = Batch(window, envelope.number, ids, prints=envelope.prints, ticket=envelope.ticket)
         if isinstance(content, SourceBatch):
@@ -185,7 +185,7 @@ class WorkerSource:
         return batch
 
     def contents(self, batch: Batch) -> Any:
-        """What the loop receives: ids, which stay on the host, with or in the batch where they were asked for."""
+        """What the loop receives: the content, and if they were asked for the ids, which stay on the host."""
         if self._with_ids:
             return torch.from_numpy(batch.ids.copy()), batch.content
         if self._ids_key is not None:
@@ -200,7 +200,7 @@ class WorkerSource:
 
 
 class Arrivals(Iterator[Batch]):
-    """The batches of one window as they come, timed. A probe holds back the next ones and then releases them all at once."""
+    """The batches of one window as they arrive, timed. A probe holds back the next ones and then releases them all at once."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class Arrivals(Iterator[Batch]):
         self._next: Batch | None = None
         """The next batch, on its way to the device."""
         self._trouble: Exception | None = None
-        """What went wrong with a batch that comes after others that are here; raised after those."""
+        """An exception from a batch behind others that have arrived; raised when these are delivered."""
         self._lost = False
         """True once a worker process has died: torch would wait for its batches forever."""
 
@@ -302,7 +302,7 @@ class Arrivals(Iterator[Batch]):
         return batch
 
     def close(self) -> None:
-        """Give up the rest; workers that wait for the cache are let go before they are ended."""
+        """Give up the remaining batches; workers that wait for the cache are released before they are ended."""
         break_off, self._break_off = self._break_off, None
         if break_off is not None:
             break_off()
