@@ -227,7 +227,7 @@ class Feed:
         return Counts(**{name: count - before.get(name, 0) for name, count in counts.items()})
 
     def _importance(self, plan: Plan) -> npt.NDArray[np.float32]:
-        """Importance of every sample; for samples that the plan does not rank, that of earlier plans."""
+        """Importance of every sample; for samples whose importance this plan does not have, from earlier plans."""
         if plan.importance_of_all is not None:
             return plan.importance_of_all.astype(np.float32)
         self._known[plan.ids] = plan.importance

@@ -179,7 +179,7 @@ class Feeding(Part):
     # --- broken samples ---
 
     def _agree_on_broken(self) -> None:
-        """Count the broken samples of all ranks: one that stopped by itself would leave the others waiting."""
+        """Check the number of broken samples over all ranks, so that they stop together and none waits for the others."""
         ranks = self._setup.ranks
         if ranks is not None and self.source is not None:
             self._check_broken(len({i for found in ranks.gather_objects(sorted(self.broken)) for i in found}))

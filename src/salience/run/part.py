@@ -166,7 +166,7 @@ class BatchSource(Protocol):
         ...
 
     def peek(self, order: npt.NDArray[np.int64], size: int, seeds: Tensor) -> Iterator[Any]:
-        """What the loop would receive for these ids, in batches of `size`, apart from the run.
+        """What the loop would receive for these ids, in batches of `size` that do not count.
 
         `seeds` is the state of the generator that workers are seeded from.
         """

@@ -1,4 +1,4 @@
-"""Planning: what the next window visits, how many visits later ones will make, and how the share kept is steered."""
+"""Planning: which samples the next window visits, how many visits later windows will make, and steering of the share kept."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from salience.select.view import Reference
 
 
 class Expected(NamedTuple):
-    """A window, as far as it is known before it is planned."""
+    """What is known about a window before it is planned."""
 
     visits: int
     """Over all ranks."""
@@ -156,14 +156,14 @@ class Planning(Part):
         """Note how often predictions contradict labels by now, continue the trial of hard samples, and act on the last
         validation result."""
         with self._voice.watch("plan"):
-            self.note_course(ledger)
+            self.note_contradictions(ledger)
             if self.pipeline is not None and self.pipeline.tries and self._setup.pieces == 1:
                 advance(ledger, window, self._setup.seed)
         if self._steering is not None and self._in_the_middle(window):
             self._steer(self._steering, window)
 
-    def note_course(self, ledger: Ledger) -> None:
-        """Note how often predictions contradict labels: whether that falls tells hard samples from wrong labels."""
+    def note_contradictions(self, ledger: Ledger) -> None:
+        """Note how often predictions contradict labels: that falls for hard samples, but not for wrong labels."""
         if ledger.vote_p[:, 0].any():
             found = contradictions(ledger)
             ledger.course.append((found.differs, found.rate, float(found.sure), self._left_out))
@@ -216,7 +216,7 @@ class Planning(Part):
     # --- the windows to come ---
 
     def expected(self, window: int) -> Expected:
-        """What a window will be; one past the end of the run is like that of the last epoch."""
+        """Visits, steps and learning-rate factor of a window; past the end of the run, those of the last epoch."""
         setup = self._setup
         if setup.windows is not None:
             window = min(window, setup.windows - setup.pieces + window % setup.pieces)

@@ -1,4 +1,4 @@
-"""Saving a run and resuming it: what its state holds, what must be the same for it to fit, and how arrays travel in it."""
+"""Saving a run and resuming it: what its state holds, what must be equal for it to fit, and how arrays are stored in it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LACKING = {
     "treating": "The state was saved with stages and this Loader has none; resume with the same augment=.",
     "deciding": "The state was saved with auto, whose settings this Loader lacks; resume with the same auto=.",
 }
-"""What is said where a part has a state and the run has no such part."""
+"""The error if the state has a part that this run does not have, by name of the part."""
 
 
 def saved(run: Run) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from salience.treat.dataset import StagedBatch, TreatCollate
 
 
 class WorkerSource:
-    """A DataLoader whose batch sampler is the plan, made anew when the number of workers changes."""
+    """A DataLoader whose batch sampler is the plan; replaced by a new one when its options change."""
 
     def __init__(
         self,

@@ -17,10 +17,10 @@ from salience.registry import find
 from salience.seeds import PLAN, generator
 from salience.select.batching import Batching, filled, members, trimmed
 from salience.select.drawing import choose_outside
-from salience.select.fetching import Rng, Stock, Swap, refresh_set, resident_first, swap, swap_note
+from salience.select.fetching import Stock, Swap, refresh_set, resident_first, swap, swap_note
 from salience.select.plugins import Plugin, plugin_of
 from salience.select.ranks import rank_normalise
-from salience.select.view import NO_REFERENCE, Bools, Candidates, Clock, Draw, Floats, Ids, Reference, View
+from salience.select.view import NO_REFERENCE, Bools, Candidates, Clock, Draw, Floats, Ids, Reference, Rng, View
 from salience.select.weights import loss_weights, robust_strength, scaled_weights
 from salience.stats import known_mean
 

@@ -83,7 +83,7 @@ class Steps:
         self.trying = False
         """True while `salience.sync` measures, or tries a mode."""
         self.knows_waits = False
-        """True once it was told of a wait for other ranks at the end of a backward pass."""
+        """True once `waited` was called: waits for other ranks are measured."""
         self._synced = 0.0
         self._sums, self._work = Counter[str](), Counter[str]()
         """Seconds since the last call of `spent`, without steps that a probe held back; `_work` by stage of the workers."""
@@ -115,7 +115,7 @@ class Steps:
             self._asked_event = _event(self._device)
 
     def got(self, work: Mapping[str, float] | None = None, *, held: bool = False) -> None:
-        """The batch is here."""
+        """The batch has arrived."""
         self._got = time.perf_counter()
         step = Step(self._got - self._asked, work=work or {}, held=held)
         if self._device is not None and self._asked_event is not None:
@@ -136,12 +136,12 @@ class Steps:
             self._device = device
 
     def synced(self, seconds: float, *, trying: bool) -> None:
-        """`salience.sync` held up the loop for this many seconds; `trying` as in `Step`."""
+        """`salience.sync` delayed the loop by this many seconds; `trying` as in `Step`."""
         self._synced += seconds
         self.trying = trying
 
     def waited(self, seconds: float) -> None:
-        """The backward pass was over, and DistributedDataParallel held the loop up for so long."""
+        """After the end of the backward pass, DistributedDataParallel delayed the loop by this many seconds."""
         self._synced += seconds
         self.knows_waits = True
 
