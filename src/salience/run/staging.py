@@ -37,7 +37,6 @@ class Staging(Part):
         self.refused = ""
         """Why reuse cannot be tried; empty if it can."""
         self._shard: Shard | None = None
-        self._ranks = treating.ranks
         self._result: tuple[float, int] | None = None
         """The last validation result, and the number of windows done; None once it was acted on."""
         self._treatment: Callable[[slice], Treatment] | None = None
@@ -84,8 +83,8 @@ class Staging(Part):
             why = "" if training is None else adapting.evaluated(training, result[0])
             if why:
                 self._voice.events.emit("decision", window=window, lever="augmentation", action="keep", reason=why)
-        if self._ranks is not None:
-            adapting.numbers = self._ranks.broadcast(adapting.numbers)
+        if self.treating.ranks is not None:
+            adapting.numbers = self.treating.ranks.broadcast(adapting.numbers)
 
     def open(self, shard: Shard, done: frozenset[int]) -> None:
         self._shard, self._treatment = shard, self.treating.treatment(shard)

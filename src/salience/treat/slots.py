@@ -18,8 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from salience.memory import Memory, fence, node_memory
-from salience.ranks import Ranks
+from salience.memory import Memory, fence
 
 SLOT_HEADER_BYTES = 32
 """Bytes in front of each slot: sample + 1, window, number of bytes, unused."""
@@ -97,11 +96,6 @@ def _laid_out(lengths: list[int]) -> tuple[list[int], int]:
         starts.append(at)
         at += length
     return starts, at
-
-
-def slots_of(ranks: Ranks | None, capacity: int) -> Slots:
-    """The slots of all ranks of this node."""
-    return Slots(node_memory(ranks, capacity))
 
 
 class _Pickler(pickle.Pickler):
