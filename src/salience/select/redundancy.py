@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +21,14 @@ from salience.select.neighbours import comparisons, nearest
 from salience.select.view import Verdict, View
 
 Floats = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
 
 SURROUNDING_NEIGHBOURS = 12
 """The distance to the neighbour of this rank measures how dense the surroundings are."""
 SEARCH_OPTIONS = ("ratio", "visits")
 """Options of a plug-in that needs copies; they are passed on to `CopySearch`."""
+CHANCE_FINDS = 0.1
+"""Share of the samples said to have a copy that may be expected to have one by chance."""
 COMPARED_PER_VISIT = 70
 """Number of pairs of vectors that may be compared per visit of a sample: 6 ns each, 0.4 microseconds in total."""
 
@@ -48,27 +52,34 @@ def redundancy(view: View, *, ratio: float = 0.78, visits: float = 6.0, full: bo
 
 
 def near_copies(embeddings: Embeddings, label: npt.NDArray[np.int32], *, ratio: float = 0.78) -> Copies:
-    """Samples of one class that are much closer to each other than to their surroundings:
+    """Samples of one class that are much closer to each other than to their surroundings, and closer than by chance:
 
-        d(i, j) < ratio * min(D_i, D_j),   D = distance to the 12th neighbour
+        d(i, j) < ratio * min(D_i, D_j)   and   chance(i, j) <= t,   D = distance to the 12th neighbour
 
     Distances are in units of the scatter from augmentation and training (see `in_units_of_scatter`). A relative test needs
-    no scale (after Lowe's ratio test, 2004); if neighbours are that close by chance, the ratio is lower (see `by_chance`).
-    Samples with different labels are left alone: one of the labels is wrong, and the noise filter decides which.
+    no scale (after Lowe's ratio test, 2004). `chance` is that of the less striking side (see `chances`), and t the largest
+    value at which at most a share CHANCE_FINDS of the samples found is expected without copies (Benjamini and Hochberg,
+    1995). So where there are no copies, none are found. Samples with different labels are left alone: one of the labels is
+    wrong, and the noise filter decides which.
     """
     z = in_units_of_scatter(embeddings)
     known = np.flatnonzero(embeddings.visits > 0)
     distance, where = nearest(z[known], SURROUNDING_NEIGHBOURS)
-    ratio = min(ratio, by_chance(distance))
-    around = distance[:, -1]
-    around = np.where(np.isfinite(around), around, 0)
-    rows, columns = np.repeat(np.arange(len(known)), SURROUNDING_NEIGHBOURS - 1), where[:, :-1].ravel()
-    apart = distance[:, :-1].ravel()
-    close = (columns >= 0) & (apart < ratio * np.minimum(around[rows], around[columns]))
-    close |= (columns >= 0) & (apart <= 0.25 * np.median(around))  # in groups that fill their own surroundings
-    rows, columns = known[rows[close]], known[columns[close]]
-    same = label[rows] == label[columns]
-    rows, columns = rows[same], columns[same]
+    around, within = np.where(np.isfinite(distance[:, -1]), distance[:, -1], 0)[:, None], distance[:, :-1]
+    chance, crowded = chances(distance)
+    given = np.where(where < 0, -1, label[known][where])
+    same = given == label[known][:, None]
+    rows, places = np.nonzero(same[:, :-1] & ((within < ratio * around) | crowded[:, None]))
+    columns, chance = where[rows, places], chance[rows, places]
+    one_sided = crowded[rows] & crowded[columns]  # of many copies, each has some of the others among its neighbours
+    rows, columns, chance = _from_both_sides(
+        np.concatenate((rows, columns[one_sided])),
+        np.concatenate((columns, rows[one_sided])),
+        np.concatenate((chance, chance[one_sided])),
+    )
+    # A neighbour by chance has the same label as often as the others have.
+    found = chance <= _bound(rows, columns, chance, len(known) * float(same[:, 1:].mean()))
+    rows, columns = known[rows[found]], known[columns[found]]
     cosine = np.einsum("ij,ij->i", z[rows], z[columns]) / np.maximum(
         np.linalg.norm(z[rows], axis=1) * np.linalg.norm(z[columns], axis=1), 1e-12
     )
@@ -78,20 +89,57 @@ def near_copies(embeddings: Embeddings, label: npt.NDArray[np.int32], *, ratio: 
     return Copies(group=connected(embeddings.n, rows, columns), similarity=similarity)
 
 
-def by_chance(distance: Floats, chance: float = 0.1) -> float:
-    """The ratio d_1 / d_12 that a share `chance` of samples without copies falls below: (chance / 11)^(1 / D).
+def chances(distance: Floats) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    """How probable it is without copies that the k-th neighbour is as close as it is, [n, 11]; and whether all 12 are copies.
 
-    A tenth is a lot, but a pair has to pass from both sides: precision was 0.86 on rendered digits (D = 14), up from 0.66,
-    and 0.97 on features of CIFAR-10 (D = 18). D is the dimension of the surroundings, after Levina and Bickel
-    (2004): the mean of log(d_12 / d_j) over the neighbours from the 4th on (the first ones may be copies) is 0.555 / D,
-    0.555 being the mean of 1/j + ... + 1/11; the median over all samples.
+    Where samples lie evenly, the parts (d_k / d_12)^D of the volume that the 11 nearer neighbours reach are those of
+    11 random numbers: P = P(Binomial(11, (d_k / d_12)^D) >= k). D is the dimension of the surroundings after Levina and
+    Bickel (2004): log(d_12 / d_j) is (1/j + ... + 1/11) / D on average; the mean over the neighbours from the 4th on (the
+    first ones may be copies); the sample's own or the median sample's, whichever is lower, and at least half of the latter.
+    A sample is crowded if all its 12 neighbours lie in a millionth of the median sample's volume: they are copies too.
     """
-    outer, inner = distance[:, -1:], distance[:, 3:-1]
-    usable = np.isfinite(outer[:, 0]) & (inner[:, 0] > 0)
+    last = SURROUNDING_NEIGHBOURS - 1
+    far, inner = distance[:, -1:].astype(np.float64), distance[:, 3:-1]
+    usable = np.isfinite(far[:, 0]) & (inner[:, 0] > 0)
     if not usable.any():
-        return 1.0
-    thinning = np.log(outer[usable] / inner[usable]).mean(axis=1)
-    return float((chance / 11) ** (np.median(thinning) / 0.555))
+        return np.ones((len(distance), last)), np.isfinite(far[:, 0])
+    harmonic = np.mean([sum(1 / i for i in range(j, last + 1)) for j in range(4, last + 1)])
+    own = np.full(len(distance), np.inf)
+    own[usable] = harmonic / np.maximum(np.log(far[usable] / inner[usable]).mean(axis=1), 1e-9)
+    typical = float(np.median(own[usable]))
+    own = np.clip(np.where(usable, own, 0), typical / 2, typical)[:, None]
+    finite = np.where(np.isfinite(far), far, 0)
+    volume = np.clip(distance[:, :-1] / np.maximum(far, 1e-30), 0, 1) ** own
+    chance = np.stack([_at_least(k + 1, volume[:, k], last) for k in range(last)], axis=1)
+    crowded = (finite[:, 0] / np.median(finite[usable])) ** typical < 1e-6
+    chance[crowded] = 0
+    return chance, crowded & np.isfinite(far[:, 0])
+
+
+def _bound(rows: Ids, columns: Ids, chance: npt.NDArray[np.float64], tried: float) -> float:
+    """The largest chance up to which at most CHANCE_FINDS of the samples found are expected by chance, of `tried`; or -1."""
+    least = np.ones(int(max(rows.max(initial=0), columns.max(initial=0))) + 1)
+    for side in (rows, columns):
+        np.minimum.at(least, side, chance)
+    striking = np.sort(least[least < 1])
+    enough = np.flatnonzero(striking * tried <= CHANCE_FINDS * np.arange(1, len(striking) + 1))
+    return float(striking[enough[-1]]) if len(enough) else -1.0
+
+
+def _at_least(k: int, p: npt.NDArray[np.float64], n: int) -> npt.NDArray[np.float64]:
+    """P(Binomial(n, p) >= k)."""
+    return sum((math.comb(n, i) * p**i * (1 - p) ** (n - i) for i in range(k, n + 1)), np.zeros_like(p))
+
+
+def _from_both_sides(
+    rows: Ids, columns: Ids, chance: npt.NDArray[np.float64]
+) -> tuple[Ids, Ids, npt.NDArray[np.float64]]:
+    """The pairs that are in the lists of both of their samples, once, with the larger of the two chances."""
+    low, high = np.minimum(rows, columns), np.maximum(rows, columns)
+    order = np.lexsort((high, low))
+    low, high, chance = low[order], high[order], chance[order]
+    twice = np.flatnonzero((low[1:] == low[:-1]) & (high[1:] == high[:-1]))
+    return low[twice], high[twice], np.maximum(chance[twice], chance[twice + 1])
 
 
 def in_units_of_scatter(embeddings: Embeddings) -> Floats:
