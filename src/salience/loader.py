@@ -195,9 +195,16 @@ class Loader(Door, Generic[T]):
                 parts.copying.offer(parts.planning.offer("default"))
             deciding = Deciding(
                 parts.setup, parts.voice, chooser, workers=source, feeding=feeding, planning=parts.planning,
-                staging=staging, watching=parts.watching, adopted=bool(adopted),
+                staging=staging, watching=parts.watching,
             )  # fmt: skip
         run = Run(parts, source, feeding=feeding, staging=staging, deciding=deciding, options=source.options)
+        if deciding is not None:
+            deciding.auto.start(
+                deciding.settings,
+                parts.planning.expected(0).steps,
+                decides=parts.setup.rank == 0,
+                adopted=bool(adopted),
+            )
         super().__init__(run, functools.partial(_scorer, source, parts.setup))
         self._source = source
 

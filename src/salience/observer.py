@@ -161,7 +161,7 @@ class Observer:
     def _close(self, window: int) -> None:
         """As many samples as there are were recorded: a window ends, which is logged as if it had been planned."""
         ledger, done, now = self._recording.ledger, self._batches, time.perf_counter()
-        self._planning.note_contradictions(ledger)
+        self._planning.note_course(ledger)
         visited = (ledger.last_seen == self._window) & np.isfinite(ledger.last_loss)
         alone = self._setup.ranks is None and bool(visited.any())  # else others know more of it
         self.events.emit(

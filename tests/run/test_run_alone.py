@@ -213,6 +213,7 @@ def test_deciding_follows_the_log_of_an_earlier_run(tmp_path):
         setup, voice, auto, workers=workers, feeding=source, planning=Planning(setup, None, voice), staging=None,
         watching=Watching(),
     )  # fmt: skip
+    auto.start(deciding.settings, 5)
     found = []
     for number in range(3):
         deciding.prepare(number, Ledger(N))

@@ -26,6 +26,7 @@ SAMPLES_ENTERED_TOGETHER = 4096
 MIN_SAMPLES_TO_SORT = 1 << 17
 """In a ledger of more samples than this, columns are visited in the order of the ids."""
 
+
 Delivered = tuple[Tensor | None, Sequence[Tensor]]
 """The integer targets of a batch, and everything that may be its targets where they are not known."""
 

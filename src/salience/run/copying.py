@@ -52,7 +52,7 @@ class Copying(Part):
         self.search = self.search or self._make(pipeline, None)
 
     def want_features(self, *, observing: bool) -> Embeddings | None:
-        """The array for features of the model that is being attached; None if this rank needs none."""
+        """A model was attached: where its features go on this rank; None = nowhere."""
         if observing and self.search is None:
             self.search = CopySearch(self._setup.n)  # near-copies are found for the report
         if self.search is None or self._setup.rank > 0:

@@ -63,9 +63,7 @@ class Deciding(Part):
         planning: Planning,
         staging: Staging | None,
         watching: Watching,
-        adopted: bool = False,
     ) -> None:
-        """`adopted`: the cache was not asked for, but is on from the start, and may be undone."""
         self._setup, self._voice, self.auto = setup, voice, auto
         self._workers, self._feeding, self._planning = workers, feeding, planning
         self._staging, self._watching = staging, watching
@@ -77,7 +75,6 @@ class Deciding(Part):
         """Lever -> the reason why it cannot be tried."""
         self._announced = False
         """True once the settings of the run were written to the event log."""
-        auto.start(self.settings, planning.expected(0).steps, decides=setup.rank == 0, adopted=adopted)
 
     def prepare(self, window: int, ledger: Ledger) -> None:
         """At the edges of epochs: rank 0 decides by the measurements of the last window, and all ranks apply that."""

@@ -156,13 +156,13 @@ class Planning(Part):
         """Note how often predictions contradict labels by now, continue the trial of hard samples, and act on the last
         validation result."""
         with self._voice.watch("plan"):
-            self.note_contradictions(ledger)
+            self.note_course(ledger)
             if self.pipeline is not None and self.pipeline.tries and self._setup.pieces == 1:
                 advance(ledger, window, self._setup.seed)
         if self._steering is not None and self._in_the_middle(window):
             self._steer(self._steering, window)
 
-    def note_contradictions(self, ledger: Ledger) -> None:
+    def note_course(self, ledger: Ledger) -> None:
         """Note how often predictions contradict labels: that falls for hard samples, but not for wrong labels."""
         if ledger.vote_p[:, 0].any():
             found = contradictions(ledger)

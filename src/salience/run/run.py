@@ -133,10 +133,7 @@ class Run:
 
     @property
     def plain(self) -> bool:
-        """True if a plain DataLoader's order is delivered, and drawn at the moments when it would draw.
-
-        Not with several ranks, of which one alone may call iter() again: they must all draw the same.
-        """
+        """True if orders are those of a plain DataLoader, drawn when it would; a rank of several could do so alone."""
         return self.planning.config is None and self.staging is None and self.setup.ranks is None
 
     @property
@@ -225,7 +222,7 @@ class Run:
             )
 
     def check_equal(self, shard: Shard, ranks: Ranks) -> None:
-        """Each rank makes the plan itself: stop all ranks if their plans differ, or how these are divided."""
+        """Every rank has made the plan for itself: stop all ranks if the plans, or how they are divided, differ."""
         plan, digest = shard.plan, 0
         for part in (plan.ids, plan.weights, shard.cuts):
             digest = zlib.crc32(np.ascontiguousarray(part).tobytes(), digest)
@@ -376,8 +373,9 @@ class Run:
         if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"set_epoch() was given {epoch!r}; it must be an integer of at least 0.")
         mine = self.epoch
-        # A loop that stopped at len() has not ended its epoch when it announces the next one.
-        if epoch != mine and not (self.course.open and epoch == mine + 1):
+        if epoch != mine and not (
+            self.course.open and epoch == mine + 1
+        ):  # the one before may not have been told its end
             self.voice.warn_once(
                 f"set_epoch({epoch}) was called and this run is in epoch {mine}, which it counts itself: nothing was changed. "
                 "After a restart, load_state_dict() brings it to where it was."
