@@ -32,7 +32,10 @@ def recorded(name: str) -> tuple[Plans, int]:
     """The recorded plans, with the importance of every sample when each was made."""
     plans = unpack_plans(ROWS / f"io-{name}-2026-11-16.npz")
     zeros = np.zeros(plans[0].population, dtype=np.float32)
-    return [(plan.ids, zeros if plan.ranks is None else plan.ranks.astype(np.float32)) for plan in plans], len(zeros)
+    return [
+        (plan.ids, zeros if plan.importance_of_all is None else plan.importance_of_all.astype(np.float32))
+        for plan in plans
+    ], len(zeros)
 
 
 def percentile(n: int, windows: int, power: float = 1.0) -> Plans:

@@ -167,7 +167,11 @@ class Cached(salience.Selector):
     def __iter__(self) -> Any:
         yield from super().__iter__()
         plan = self.plan
-        ranks = np.zeros(self.n, np.float32) if plan.ranks is None else plan.ranks.astype(np.float32)
+        ranks = (
+            np.zeros(self.n, np.float32)
+            if plan.importance_of_all is None
+            else plan.importance_of_all.astype(np.float32)
+        )
         for name, cache in {"planned": self._policy, **self._rivals}.items():
             cache.window(ranks, plan.ids)
             missed = [i for i in plan.ids.tolist() if not cache.hit(i) and (cache.offer(i), True)[1]]
@@ -409,8 +413,8 @@ def pack_trace(folder: str, file: str) -> None:
     picked, ranks = np.zeros((len(plans), n), dtype=bool), np.zeros((len(plans), n), dtype=np.uint8)
     for window, plan in enumerate(plans):
         picked[window, plan.ids] = True
-        if plan.ranks is not None:
-            ranks[window] = np.round(LEVELS * plan.ranks.astype(np.float32))
+        if plan.importance_of_all is not None:
+            ranks[window] = np.round(LEVELS * plan.importance_of_all.astype(np.float32))
     np.savez_compressed(
         file, population=n, batch_size=plans[0].batch_size, picked=np.packbits(picked, axis=1), ranks=ranks
     )

@@ -75,8 +75,8 @@ def sampled(file: Path, n: int) -> Plans:
     out: Plans = []
     for plan in plans:
         ids = place[plan.ids]
-        assert plan.ranks is not None
-        out.append((ids[ids >= 0], plan.ranks[chosen].astype(np.float32)))
+        assert plan.importance_of_all is not None
+        out.append((ids[ids >= 0], plan.importance_of_all[chosen].astype(np.float32)))
     return out
 
 

@@ -90,7 +90,7 @@ class Bench:
                 salience.Plan(
                     window=window, population=len(self.index), batch_size=peers.BATCH, ids=ids.astype(np.int64),
                     weights=np.ones(len(ids), np.float32), importance=importance[ids],
-                    level=np.zeros(len(ids), np.uint8), ranks=importance.astype(np.float16),
+                    level=np.zeros(len(ids), np.uint8), importance_of_all=importance.astype(np.float16),
                 )
             )  # fmt: skip
         return {"trace": str(trace.folder), "windows": len(plans)}

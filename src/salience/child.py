@@ -73,8 +73,8 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """True until the process has ended. By its sentinel, which `on_end` goes by too: for a moment after a process has
-        closed its files, `is_alive` still says yes."""
+        """True until the process has ended. This uses its sentinel, as `on_end` does: `is_alive` still returns True for a
+        moment after a process has closed its files."""
         return self.mine and not wait([self.process.sentinel], timeout=0)
 
     def on_end(self, call: Callable[[], None]) -> None:

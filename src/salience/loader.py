@@ -169,9 +169,9 @@ class Loader(Door, Generic[T]):
             parts.voice.warn(
                 "select has a [fetch] table and the source no cache: make it with cache=, or nothing can be saved in reading."
             )
-        feeding.know(parts.recording.ledger)
+        feeding.enter_index(parts.recording.ledger)
         if feeding.source is not None:
-            parts.copying.know(feeding.source.index.check.view(np.int64))
+            parts.copying.enter_index(feeding.source.index.check.view(np.int64))
         staging = None
         if stages is not None:
             feeding.stages = True

@@ -54,7 +54,7 @@ class Plan:
     """Factor for the learning rate if `batch_size` was changed to keep the number of steps, otherwise 1."""
     robust: float = 0.0
     """Strength of the term in the loss that keeps a model from learning wrong labels by heart."""
-    ranks: npt.NDArray[np.float16] | None = None
+    importance_of_all: npt.NDArray[np.float16] | None = None
     """Importance of every sample, picked or not, float16 [population]: what a cache should keep. None = all equal."""
     notes: tuple[Note, ...] = field(default=())
 
@@ -66,9 +66,10 @@ class Plan:
                     f"Plan.{name} has shape {array.shape}, ids have {self.ids.shape}; they must be equal."
                 )
             array.setflags(write=False)
-        if self.ranks is not None and self.ranks.shape != (self.population,):
+        if self.importance_of_all is not None and self.importance_of_all.shape != (self.population,):
             raise ConfigError(
-                f"Plan.ranks has shape {self.ranks.shape}; it must be [{self.population}], one per sample."
+                f"Plan.importance_of_all has shape {self.importance_of_all.shape}; it must be [{self.population}], one per "
+                "sample."
             )
 
     def __len__(self) -> int:
@@ -78,7 +79,8 @@ class Plan:
     @property
     def all_alike(self) -> bool:
         """True if every sample is equally important, because nothing is known or no score is configured."""
-        return self.ranks is None or bool(self.ranks.min() == self.ranks.max())
+        known = self.importance_of_all
+        return known is None or bool(known.min() == known.max())
 
     @property
     def views(self) -> npt.NDArray[np.uint8]:
@@ -118,7 +120,7 @@ class Plan:
             "weights": self.weights,
             "importance": self.importance,
             "level": self.level,
-            **({} if self.ranks is None else {"ranks": self.ranks}),
+            **({} if self.importance_of_all is None else {"ranks": self.importance_of_all}),
         }
 
     @classmethod
@@ -134,7 +136,7 @@ class Plan:
             weights=np.array(arrays["weights"], dtype=np.float32),
             importance=np.array(arrays["importance"], dtype=np.float32),
             level=np.array(arrays["level"], dtype=np.uint8),
-            ranks=None if arrays.get("ranks") is None else np.array(arrays["ranks"], dtype=np.float16),
+            importance_of_all=None if arrays.get("ranks") is None else np.array(arrays["ranks"], dtype=np.float16),
         )
 
 

@@ -1,4 +1,4 @@
-"""The ranks of a run: which there are, which of them share this node, and the few collectives that we use.
+"""The ranks of a run: how many there are, which of them share this node, and the few collectives that we use.
 
 Every collective has a deadline. When it passes, or when a rank is lost, each waiting rank raises `RankError`, which names the
 ranks that did not get that far, if the process group has a store to look that up. Besides `gradients` and `app.parallel`, no
@@ -71,7 +71,7 @@ class Ranks:
         self.world = dist.get_world_size(self._group)
         on_gpu = dist.get_backend(self._group) == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        self.deadline = _patience(self._group, self._device) if deadline is None else deadline
+        self.deadline = _default_deadline(self._group, self._device) if deadline is None else deadline
         """Maximum seconds for a collective."""
         self._count = 0
         """Number of collectives begun so far."""
@@ -228,9 +228,9 @@ _ALIVE: weakref.WeakSet[Ranks] = weakref.WeakSet()
 _IN_FLIGHT: deque[list[weakref.ref[Tensor]]] = deque(maxlen=8)
 """Tensors of the collectives begun last, which a thread of the backend may still hold after they have ended."""
 LONGEST_FAREWELL = 1.0
-"""Seconds that a process waits at its end for threads of Gloo to let go of tensors,"""
+"""Maximum seconds that a process waits at its end until threads of Gloo release the tensors of our collectives."""
 FAREWELL = 0.02
-"""and those it gives to the tensors of collectives that are not ours."""
+"""Seconds that it waits for those of other collectives, of which we know nothing."""
 
 
 @atexit.register
@@ -284,7 +284,7 @@ def _dimension(mesh: DeviceMesh, dim: str | None) -> dist.ProcessGroup:
     return mesh.get_group(dim)
 
 
-def _patience(group: dist.ProcessGroup, device: torch.device) -> float:
+def _default_deadline(group: dist.ProcessGroup, device: torch.device) -> float:
     """A little less than the timeout that the group was created with, or torch's default."""
     seconds = DEADLINES.get(dist.get_backend(group), OTHER_DEADLINE)
     with contextlib.suppress(AttributeError, RuntimeError):  # only some backends tell

@@ -64,7 +64,7 @@ def go(
         warm = len(used) > 1 and used[-1] == used[-2]
         found = machine.seen(window - 1, used[-1], warm=warm)
         if metric is not None:
-            controller.hear(metric, window / WINDOWS)
+            controller.evaluated(metric, window / WINDOWS)
         said += controller.edge(window, found, reach)
         used.append(controller.settings)
     return said, used

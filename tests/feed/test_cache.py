@@ -198,7 +198,7 @@ def write(folder: Path, wanted: list[tuple[np.ndarray, np.ndarray]], batch_size:
         trace.write(
             salience.Plan(
                 window=window, population=n, batch_size=batch_size, ids=ids, weights=ones, importance=importance[ids],
-                level=np.zeros(len(ids), np.uint8), ranks=importance.astype(np.float16),
+                level=np.zeros(len(ids), np.uint8), importance_of_all=importance.astype(np.float16),
             )
         )  # fmt: skip
     return trace

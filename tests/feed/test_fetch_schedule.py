@@ -120,7 +120,7 @@ def window(
 
 def begin(schedule: Schedule, one: FeedWindow) -> None:
     schedule.leave(one.serial)
-    schedule.rank(one)
+    schedule.tell_policy(one)
     schedule.enter(one)
 
 

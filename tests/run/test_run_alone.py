@@ -164,7 +164,7 @@ def test_feeding_names_each_broken_sample_once_and_stops_at_too_many(tmp_path):
     voice, source = a_voice(), a_source(tmp_path)
     feeding = Feeding(a_setup(), voice, SourceDataset(source, None), source.reading)
     ledger = Ledger(N)
-    feeding.know(ledger)
+    feeding.enter_index(ledger)
     np.testing.assert_array_equal(ledger.label, source.labels)
     feeding.open(a_plan().shard(), frozenset())
     for _ in range(2):

@@ -53,7 +53,7 @@ def test_less_after_two_results_inside_the_band_and_more_after_one_below():
     steering = Steering(0.4, [history([0.5, 0.5])])  # the band begins at 0.5 - 2 * 0.001
 
     def result(metric):
-        steering.hear(metric, 0.5)
+        steering.evaluated(metric, 0.5)
         return steering.move()
 
     assert result(0.499) is None

@@ -53,7 +53,7 @@ def test_every_sample_is_judged_in_every_window_by_a_net_that_never_trains_on_it
     untouched = [copy.deepcopy(one) for one in jury.models]
     outside = jury.outside.copy()
     steps(loader, model)
-    trained, held_out = loader._run.sensing.said
+    trained, held_out = loader._run.sensing.jury_ledgers
     assert loader.summary()
     assert (trained.seen == EPOCHS).all()
     assert (held_out.seen == EPOCHS).all()
@@ -100,7 +100,7 @@ def test_a_resumed_run_has_the_same_jury(problem, first):
     steps(again, resumed)
     assert whole.summary()
     assert again.summary()
-    for mine, theirs in zip(whole._run.sensing.said, again._run.sensing.said, strict=True):
+    for mine, theirs in zip(whole._run.sensing.jury_ledgers, again._run.sensing.jury_ledgers, strict=True):
         for name in ("mean_loss", "margin_sum", "seen"):
             np.testing.assert_array_equal(mine[name], theirs[name])
 

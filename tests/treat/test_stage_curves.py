@@ -153,14 +153,14 @@ def test_what_cannot_work_is_said_at_once(make, says):
 
 def test_the_strength_follows_the_gap_after_two_results_that_agree():
     adapting = Adapting()
-    assert adapting.hear(0.7, 0.8) == "", "one result moves nothing"
-    assert "augmentation from 100% to 75%" in adapting.hear(0.7, 0.8)
+    assert adapting.evaluated(0.7, 0.8) == "", "one result moves nothing"
+    assert "augmentation from 100% to 75%" in adapting.evaluated(0.7, 0.8)
     assert adapting.amount == 0.75
-    assert adapting.hear(0.7, 0.8) == ""
-    assert adapting.hear(0.9, 0.8) == "", "a result that disagrees begins anew"
-    assert "augmentation from 75% to 100%" in adapting.hear(0.9, 0.8)
-    assert [adapting.hear(0.9, 0.8) for _ in range(4)] == [""] * 4, "it cannot become stronger"
-    assert [adapting.hear(0.83, 0.8) for _ in range(4)] == [""] * 4, "between little and much it stays"
+    assert adapting.evaluated(0.7, 0.8) == ""
+    assert adapting.evaluated(0.9, 0.8) == "", "a result that disagrees begins anew"
+    assert "augmentation from 75% to 100%" in adapting.evaluated(0.9, 0.8)
+    assert [adapting.evaluated(0.9, 0.8) for _ in range(4)] == [""] * 4, "it cannot become stronger"
+    assert [adapting.evaluated(0.83, 0.8) for _ in range(4)] == [""] * 4, "between little and much it stays"
 
 
 def test_training_accuracy_is_that_of_the_samples_visited_last():

@@ -23,6 +23,8 @@ from salience.feed.tars import IMAGE_SUFFIXES
 
 HELD_OUT = 10
 """Without a test split, one in this many images of each class is held out."""
+STATISTICS_SAMPLES = 512
+"""Maximum number of images that pixel statistics are taken from."""
 LARGEST_GUESS = 224
 """Largest size in pixels that is chosen by default: the usual input size of image models."""
 
@@ -195,12 +197,12 @@ def held_out(labels: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     return (rank % HELD_OUT == np.minimum(HELD_OUT, of_class) - 1) & (of_class > 1)
 
 
-def pixel_statistics(data: Split, *, samples: int = 512) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of each channel, in 0 to 1, over at most `samples` images spread evenly.
+def pixel_statistics(data: Split) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation of each channel, in 0 to 1, over images spread evenly.
 
     They are not the first ones, since a listing is ordered by class, and the first ones may all be white swans.
     """
-    picked = np.unique(np.linspace(0, len(data) - 1, min(samples, len(data))).astype(np.int64))
+    picked = np.unique(np.linspace(0, len(data) - 1, min(STATISTICS_SAMPLES, len(data))).astype(np.int64))
     means: list[torch.Tensor] = []
     squares: list[torch.Tensor] = []
     for pixels in data.pixels(picked.tolist()):

@@ -66,17 +66,17 @@ class Controller:
         self._proven: set[str] = set()
         """Lossy levers under which the metric stayed in the baseline's band."""
         self._said: set[str] = set()
-        self._heard: tuple[float, float] | None = None
+        self._result: tuple[float, float] | None = None
 
     @property
     def allowance(self) -> int:
         """Number of batches that may still be held back."""
         return int(HELD_SHARE * self._batches) - self.held
 
-    def hear(self, metric: float, progress: float) -> None:
+    def evaluated(self, metric: float, progress: float) -> None:
         """Take a validation result; it counts if a lossy lever was on."""
         if self.settings.lossy:
-            self._heard = metric, progress
+            self._result = metric, progress
 
     def edge(self, window: int, timing: WindowTiming | None, available: AvailableLevers) -> list[LeverDecided]:
         """Decide before `window`; `timing` is that of the previous window, None if it was incomplete or too short."""
@@ -180,7 +180,7 @@ class Controller:
 
     def _guard(self, window: int) -> list[LeverDecided]:
         """Undo lossy levers if the metric is below the baseline's band at equal progress."""
-        heard, self._heard = self._heard, None
+        heard, self._result = self._result, None
         on = [name for field, name in LOSSY_LEVERS.items() if getattr(self.settings, field)]
         found = None if heard is None else band(self._histories, heard[1])
         if heard is None or found is None or not on:
@@ -225,7 +225,7 @@ class Controller:
             "verdict": plain(self.verdict) if self.verdict else None, "step": self._step,
             "trial": plain(self._trial) if self._trial else None, "undone": dict(self._undone),
             "banned": sorted(self._banned), "proven": sorted(self._proven), "said": sorted(self._said),
-            "heard": None if self._heard is None else list(self._heard), "fills": self.fills,
+            "heard": None if self._result is None else list(self._result), "fills": self.fills,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -235,7 +235,7 @@ class Controller:
         self._step, self._undone = state["step"], dict(state["undone"])
         self._trial = build(Trial, state["trial"]) if state["trial"] else None
         self._banned, self._proven, self._said = (set(state[name]) for name in ("banned", "proven", "said"))
-        self._heard = None if state["heard"] is None else (float(state["heard"][0]), float(state["heard"][1]))
+        self._result = None if state["heard"] is None else (float(state["heard"][0]), float(state["heard"][1]))
         # What was kept is gone with the process that kept it: the next window fills it again.
         if self._trial is not None and self._trial.whole:
             self._trial, self.fills, self.probing = None, True, True

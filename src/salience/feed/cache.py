@@ -18,7 +18,7 @@ from salience.feed.process import FeederArguments, Process
 from salience.feed.ranges import feeder_gap
 from salience.feed.reads import Broken, Counts
 from salience.feed.schedule import FeedWindow, Limits, in_order
-from salience.feed.shared import BROKEN, SERIAL_SHIFT, STORE_COUNTS, WHOLE, Shared, shared_bytes
+from salience.feed.shared import BROKEN, SERIAL_SHIFT, STORE_COUNTS, TIERS, WHOLE, Shared, shared_bytes
 from salience.feed.simulate import rival_bytes
 from salience.feed.sizes import memory_bytes, size
 from salience.feed.source import Source
@@ -94,11 +94,11 @@ class Feed:
         limits, capacity = _limits(source, self.budget, batch_size, workers, len(node_ranks))
         _check_tiers(disk, redis, source)
         self.shared = _shared(ranks, len(source), len(node_ranks), capacity)
-        self._job = FeederArguments(
+        self._arguments = FeederArguments(
             shared=self.shared, source=source, policy=policy, budget=self.budget, limits=limits, workers=workers,
             disk=disk, redis=redis,
         )  # fmt: skip
-        self._job.open_policy()  # report a wrong name or size now
+        self._arguments.open_policy()  # report a wrong name or size now
         self.handle = Handle(self.shared, self._rank, source.sizes, views)
         self._owner = os.getpid()
         self._serial = 0
@@ -144,7 +144,7 @@ class Feed:
                 self.shared.failed[0] = 0  # reported by the old feeder, perhaps after this window had begun
             self.shared.state[:] = 0
             resident = self.resident
-            self._process = Process(self._job)
+            self._process = Process(self._arguments)
         self._process.send(
             FeedWindow(
                 batches=self._batches(shard, unread),
@@ -227,9 +227,9 @@ class Feed:
         return Counts(**{name: count - before.get(name, 0) for name, count in counts.items()})
 
     def _importance(self, plan: Plan) -> npt.NDArray[np.float32]:
-        """Importance of every sample; for samples that the plan does not rank, that of earlier plans."""
-        if plan.ranks is not None:
-            return plan.ranks.astype(np.float32)
+        """Importance of every sample; for samples whose importance this plan does not have, from earlier plans."""
+        if plan.importance_of_all is not None:
+            return plan.importance_of_all.astype(np.float32)
         self._known[plan.ids] = plan.importance
         return self._known.copy()
 
@@ -300,7 +300,7 @@ def cache_summary(counts: Mapping[str, int], budget: int) -> str:
         f"between samples that is {size(counts['bytes_used'])} instead of {size(counts['bytes'])}{rivals}; no cache of this "
         f"size could have done with less than {size(counts['bound_bytes'])} for these plans."
     )
-    for tier in ("disk", "redis"):
+    for tier in TIERS:
         if counts[f"{tier}_bytes"]:
             text += f" {size(counts[f'{tier}_bytes'])} came from {tier}."
     again = counts["bytes_used"] - counts["bytes"]

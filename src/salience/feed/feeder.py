@@ -118,7 +118,7 @@ class Feeder:
         self.schedule.leave(window.serial)
         if window.resident is not None and not np.array_equal(np.flatnonzero(self.shared.kept), window.resident):
             self.schedule.restore(window.resident)
-        await asyncio.get_running_loop().run_in_executor(None, self.schedule.rank, window)
+        await asyncio.get_running_loop().run_in_executor(None, self.schedule.tell_policy, window)
         self.schedule.enter(window)
         self.shared.staged[:] = window.first
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from salience.errors import SalienceError
 from salience.feed.reads import Broken, Reader
+from salience.feed.shared import TIERS
 from salience.feed.tiers import Tier
 
 MAX_WAITING_WRITES = 64 * 1024 * 1024
@@ -37,7 +38,7 @@ class Fetcher:
         lost: Callable[[Sequence[int], str], None],
     ) -> None:
         self.reader, self.tiers, self._sizes, self._arrived, self._lost = reader, tiers, sizes, arrived, lost
-        self._tier_counts = {f"{tier}_{what}": 0 for tier in ("disk", "redis") for what in ("hits", "bytes")}
+        self._tier_counts = {f"{tier}_{what}": 0 for tier in TIERS for what in ("hits", "bytes")}
         self._arrivals: deque[tuple[float, int]] = deque(maxlen=512)
         """Arrival time and bytes of the last samples from the store."""
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="salience-tiers") if tiers else None

@@ -44,25 +44,25 @@ class FeederArguments:
 class Process:
     """The feeder in a separate process, or in a thread if this process must not fork."""
 
-    def __init__(self, job: FeederArguments) -> None:
+    def __init__(self, arguments: FeederArguments) -> None:
         self._child: Child | None = None
         self._thread: threading.Thread | None = None
         if isolated.needed():
             self._child = Child(
                 _serve,
-                job,
+                arguments,
                 os.getpid(),
                 name="salience-feeder",
                 start="fork",
                 farewell=2 * LAST_WRITES,
                 ends_itself=True,
             )
-            self._child.on_end(functools.partial(_tell_of_death, job.shared))
+            self._child.on_end(functools.partial(_tell_of_death, arguments.shared))
             self._here: Any = self._child.pipe
             self.close = self._child.close
         else:
             self._here, there = multiprocessing.Pipe()
-            self._thread = threading.Thread(target=_serve, args=(there, job), name="salience-feeder", daemon=True)
+            self._thread = threading.Thread(target=_serve, args=(there, arguments), name="salience-feeder", daemon=True)
             self._thread.start()
             self.close = weakref.finalize(self, _close, self._here, os.getpid())
 
@@ -91,25 +91,25 @@ class Process:
         return found
 
 
-def _serve(inbox: Any, job: FeederArguments, parent: int | None = None) -> None:
+def _serve(inbox: Any, given: FeederArguments, parent: int | None = None) -> None:
     """Run the feeder; the main function of its process."""
 
     def warn(text: str) -> None:
         with contextlib.suppress(OSError):
             inbox.send(text)
 
-    source = job.source
+    source = given.source
     try:
-        reader = source.reader.for_feeder(job.workers, job.limits.gap)
-        tiers = open_tiers(job.disk, job.redis, source.index, source.url, warn)
-        feeder = Feeder(job.shared, reader, job.open_policy, tiers, job.limits, job.budget)
+        reader = source.reader.for_feeder(given.workers, given.limits.gap)
+        tiers = open_tiers(given.disk, given.redis, source.index, source.url, warn)
+        feeder = Feeder(given.shared, reader, given.open_policy, tiers, given.limits, given.budget)
         if parent is not None:
             signal.signal(signal.SIGTERM, feeder.end)  # which Python sends to such processes when it exits
         feeder.serve(inbox, parent)
     except SalienceError as error:
-        job.shared.fail(str(error))
+        given.shared.fail(str(error))
     except Exception as error:
-        job.shared.fail(f"The feeder failed: {type(error).__name__}: {error}")
+        given.shared.fail(f"The feeder failed: {type(error).__name__}: {error}")
     if parent is not None:
         os._exit(0)  # threads of the store's client do not always end
 

@@ -174,8 +174,8 @@ class Schedule:
             self._keep(i)
         self.room.tidy_all()
 
-    def rank(self, window: FeedWindow) -> None:
-        """Tell the policy about a window. This may take long, and may run in a thread while earlier samples arrive."""
+    def tell_policy(self, window: FeedWindow) -> None:
+        """Tell the cache policy what a window visits. This may take long: it can run in a thread while samples still arrive."""
         planned = [ids for batches in window.batches for ids in batches]
         self.policy.window(window.importance, np.concatenate(planned) if planned else np.empty(0, dtype=np.int64))
 

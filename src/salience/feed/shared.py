@@ -19,6 +19,8 @@ ABSENT, WHOLE, BROKEN = 0, 1, 2
 KEPT_FLAG = 4
 """Flag beside the state: the cache keeps the sample."""
 
+TIERS = ("disk", "redis")
+"""Names of the tiers between memory and the store, each with counters of its own."""
 STORE_COUNTS = ("bytes_used", "bytes_sent", "requests", "retried", "hedged")
 """Counters of requests to the store, as in `salience.feed.reads.Counts`."""
 COUNTERS = (
@@ -27,7 +29,7 @@ COUNTERS = (
     "plain_bytes",  # what the store would have sent without a cache
     "bound_bytes",  # what any cache of this size would have had to fetch
     "fetched_samples", *STORE_COUNTS,
-    "disk_hits", "disk_bytes", "redis_hits", "redis_bytes",
+    *(f"{tier}_{what}" for tier in TIERS for what in ("hits", "bytes")),
     "horizon", "resident_bytes", "squeezed",  # bytes read ahead at most, bytes kept, samples dropped for want of room
 )  # fmt: skip
 MAX_ERROR_BYTES = 2048

@@ -20,7 +20,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_model(model: nn.Module, optimizer: Optimizer, mode: str, options: Mapping[str, Any]) -> None:
-    """Check what a rank can see of its model and optimizer by itself."""
+    """Check what a rank can see of its model and optimizer without the others."""
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(
             f"The model is a {type(model).__name__}, not wrapped in DistributedDataParallel; pass the wrapped one: "

@@ -58,7 +58,7 @@ def sync(
         wanted = resolve(mode, options)
         _check(model, optimizer, mode, wanted, groups)
         if model not in _TRAFFIC:
-            _take(model)
+            _register_hook(model)
     except ConfigError as cause:
         trouble = str(cause)
     mine: Any = {
@@ -243,7 +243,7 @@ _TRAFFIC: weakref.WeakKeyDictionary[nn.Module, Traffic] = weakref.WeakKeyDiction
 
 
 def _check(model: nn.Module, optimizer: Optimizer, mode: str, options: Mapping[str, Any], groups: Groups) -> None:
-    """Refuse what this rank can see to be wrong by itself."""
+    """Refuse what this rank can recognise as wrong without the others."""
     check_model(model, optimizer, mode, options)
     if model in _ACTIVE:
         raise ConfigError("sync() was called twice for one model; call close() of the first handle before.")
@@ -260,7 +260,8 @@ def _check(model: nn.Module, optimizer: Optimizer, mode: str, options: Mapping[s
         check_helpers(options["helpers"], members)
 
 
-def _take(model: nn.Module) -> None:
+def _register_hook(model: nn.Module) -> None:
+    """Register the communication hook, through which all gradients of the model pass from now on."""
     ddp = cast("DistributedDataParallel", model)
     traffic = Traffic(ddp)
     try:

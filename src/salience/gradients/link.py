@@ -82,12 +82,12 @@ class Link:
         return out
 
     def start_broadcast(self, tensor: Tensor) -> Any:
-        """Start filling `tensor` with that of the group's first rank; pass the result to `wait`."""
+        """Start to replace `tensor` by the tensor of the group's first rank; pass the result to `wait`."""
         self.sent += tensor.nbytes if self.rank == 0 else 0
         return dist.broadcast(tensor, dist.get_global_rank(self.group, 0), group=self.group, async_op=True)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Fill `tensor` with that of the group's first rank."""
+        """Replace `tensor` by the tensor of the group's first rank."""
         self.wait(self.start_broadcast(tensor))
         return tensor
 

@@ -127,7 +127,7 @@ class Links:
 
     @property
     def aside(self) -> Link:
-        """A separate process group, since it is used beside the training. Collective when it is created."""
+        """A separate process group, since it is used in parallel with the training. Collective when it is created."""
         if self._aside is None:
             apart = new_group(self.group, dist.get_process_group_ranks(self.group))
             self._aside = Link(apart, self.notes, self.main.deadline)

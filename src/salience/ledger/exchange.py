@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +18,19 @@ from salience.ranks import Ranks
 
 _KINDS: tuple[tuple[str, ...], ...] = ((), LOSS_ROWS, TARGET_ROWS, LOGIT_ROWS, NORM_ROWS, FEATURE_ROWS)
 
-Batch = tuple[Ids, tuple[str, ...], npt.NDArray[np.float32], tuple[int, bool, bool]]
-"""ids, row names, values [rows, B], (window, seen, trained)."""
+
+class Flags(NamedTuple):
+    """How a batch is to be entered."""
+
+    window: int
+    seen: bool
+    """False for what comes after the forward pass, when the samples were already counted as seen."""
+    trained: bool
+    """True if its samples go into a gradient."""
+
+
+Entry = tuple[Ids, tuple[str, ...], npt.NDArray[np.float32], Flags]
+"""A batch to be entered: ids, names of rows, values [rows, B], flags."""
 
 
 def shared_ledger(ranks: Ranks, n: int) -> Ledger:
@@ -28,7 +40,7 @@ def shared_ledger(ranks: Ranks, n: int) -> Ledger:
     return ledger
 
 
-def exchange(ranks: Ranks, batches: Sequence[Batch]) -> Iterator[Batch]:
+def exchange(ranks: Ranks, batches: Sequence[Entry]) -> Iterator[Entry]:
     """Gather the batches of all ranks in the order of steps, so that the ledger does not depend on the number of ranks.
 
     Ids are sent as int64 and values as float32, separately.
@@ -52,11 +64,11 @@ def _gathered(ranks: Ranks, part: Tensor, lengths: Sequence[int]) -> list[Tensor
     return [one[:n] for one, n in zip(ranks.all_gather(padded, name="exchange"), lengths, strict=True)]
 
 
-def _batches(head: Tensor, all_ids: Tensor, all_values: Tensor) -> Iterator[Batch]:
+def _batches(head: Tensor, all_ids: Tensor, all_values: Tensor) -> Iterator[Entry]:
     """The batches that one rank sent."""
     i = v = 0
     for count, kind, window, seen, trained in head.numpy().reshape(-1, 5).tolist():
         names = _KINDS[kind]
         block = all_values.numpy()[v : v + len(names) * count].reshape(len(names), count)
-        yield all_ids.numpy()[i : i + count], names, block, (window, bool(seen), bool(trained))
+        yield all_ids.numpy()[i : i + count], names, block, Flags(window, bool(seen), bool(trained))
         i, v = i + count, v + len(names) * count

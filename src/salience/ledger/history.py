@@ -1,4 +1,4 @@
-"""What the ledger said after each window about some of the samples: how losses fell, fluctuated or stayed.
+"""What the ledger held about some of the samples after each window: how losses fell, fluctuated or stayed.
 
 A ledger only holds the present. A history keeps a few of its columns after every window, for up to MAX_SAMPLES samples drawn by
 the seed: ten bytes per sample and window.

@@ -15,13 +15,10 @@ from torch import Tensor
 from salience.errors import Misattributed
 from salience.ledger.collect import Collected, worth_collecting
 from salience.ledger.embeddings import Embeddings
-from salience.ledger.exchange import exchange
+from salience.ledger.exchange import Flags, exchange
 from salience.ledger.ledger import Ids, Ledger, Rows, has_doubles, id_order
 from salience.ledger.statistics import FEATURE_ROWS, NORM_ROWS, finish, reduce_batch
 from salience.ranks import Ranks
-
-Flags = tuple[int, bool, bool]
-"""window, seen, trained."""
 
 SAMPLES_ENTERED_TOGETHER = 4096
 """Samples entered into the ledger in one go: few array operations, on arrays that stay in the processor's cache."""
@@ -47,9 +44,9 @@ class _Pending:
     kept: Tensor | None = None
     """Positions in `ids` (of one batch) that go into a gradient, where only some do."""
     hints: list[Delivered] = field(default_factory=list[Delivered])
-    """What was delivered with each batch that its targets are still to be compared with."""
+    """What was delivered with each batch, as far as its targets have still to be compared with that."""
     numbers: list[int | None] = field(default_factory=list[int | None])
-    """Number of each batch in a plan in which no id occurs twice."""
+    """Number of each batch in its plan; None if the plan has an id twice."""
 
     def batches(self) -> Iterator[tuple[Ids, Tensor]]:
         """Ids (of one batch: the kept ones) and values of each batch."""
@@ -83,6 +80,7 @@ class Recorder:
         self._waiting = 0
         """Samples in `_pending`."""
         self._hints_hold = True
+        """True until targets were seen to be a function of those delivered (a remapped class): then they are not compared."""
         self._confirmed = True
         """True while all targets were those delivered with their batch: then a sample that has two was given both."""
         self.redrawn: int | None = None
@@ -103,11 +101,11 @@ class Recorder:
         columns: Sequence[Tensor] = (),
         number: int | None = None,
     ) -> None:
-        """Record one batch. Its `number` in a plan without duplicates spares the search for them."""
+        """Record one batch. Its `number` in a plan without duplicates makes the search for duplicates unnecessary."""
         if not len(ids):
             return
         delivered = self._unchecked(hint, columns, targets)
-        flags, parts = (window, True, trained), (losses, logits, targets)
+        flags, parts = Flags(window, True, trained), (losses, logits, targets)
         coming, collected = self._coming, self._collected
         fits = collected is not None and collected.fits(parts)
         if coming is not None and (not fits or coming.flags != flags):
@@ -149,25 +147,27 @@ class Recorder:
         self._hold(coming)
 
     def trained(self, ids: Ids, kept: Tensor | None, *, window: int) -> None:
-        """Count samples that were recorded as seen before as trained: all of `ids` or the `kept` positions of them."""
+        """Count samples as trained that were recorded as seen before: `ids`, or the `kept` positions of them."""
         copied = None
         if kept is not None:
             kept, copied = _to_host(kept.detach())
         self._reduce()  # they were seen before
-        self._hold(_Pending([ids], (), _NOTHING, (window, False, True), copied, kept=kept))
+        self._hold(_Pending([ids], (), _NOTHING, Flags(window, False, True), copied, kept=kept))
 
     def norms(self, ids: Ids, squares: Tensor, scale: Tensor, kept: Tensor | None = None, *, window: int) -> None:
-        """Gradients of samples that were recorded before (all of `ids` or the `kept` positions of them), after the
-        backward pass: the squared norm, [B], and by what number each had been multiplied."""
+        """Record gradient norms after the backward pass, for samples that were recorded before (`ids`, or `kept` of them).
+
+        `squares` are squared norms, [B], and `scale` is the factor that each gradient contains.
+        """
         if kept is not None:
             kept, _ = _to_host(kept.detach())
         # Copied after `kept`, so that one event stands for both.
         values, copied = _to_host(torch.stack((squares, scale)).to(torch.float32))
-        self._hold(_Pending([ids], NORM_ROWS, values, (window, False, False), copied, kept=kept))
+        self._hold(_Pending([ids], NORM_ROWS, values, Flags(window, False, False), copied, kept=kept))
 
     def features(self, ids: Ids, vectors: Tensor, kept: Tensor | None = None, *, window: int) -> None:
-        """Features [B, 128] of samples that are recorded besides (all of `ids` or the `kept` positions of them)."""
-        flags, parts = (window, False, False), (vectors,)
+        """Record features, [B, 128], of the samples `ids`, or of the `kept` positions of them."""
+        flags, parts = Flags(window, False, False), (vectors,)
         if kept is not None:
             kept, _ = _to_host(kept.detach())
             values, copied = _to_host(vectors.detach().to(torch.float32, copy=True))
@@ -189,7 +189,7 @@ class Recorder:
             (vectors,) = collected.take()
             assert vectors is not None
             values, copied = _to_host(vectors.to(torch.float32))
-            self._hold(_Pending(ids, FEATURE_ROWS, values.T, (0, False, False), copied))
+            self._hold(_Pending(ids, FEATURE_ROWS, values.T, Flags(0, False, False), copied))
 
     def _hold(self, item: _Pending) -> None:
         self._pending.append(item)
@@ -218,23 +218,23 @@ class Recorder:
         """Enter batches one after the other, or all at once if no id occurs twice and the order cannot matter."""
         for item in items:
             self._check_hints(item)
-        # Norms and features touch nothing else: behind the others they do not part what can be entered together.
-        for run in _alike(sorted(items, key=lambda item: _AFTERWARDS.get(item.names, 0))):
-            first, batches = run[0], [ids for item in run for ids in item.ids]
-            if not first.flags[1]:
-                for item in run:
+        # Norms and features have columns of their own: sorted to the end, they do not split up groups of other batches.
+        for group in _grouped(sorted(items, key=lambda item: _AFTERWARDS.get(item.names, 0))):
+            first, batches = group[0], [ids for item in group for ids in item.ids]
+            if not first.flags.seen:
+                for item in group:
                     for ids, values in item.batches():
                         self._record(ids, item.names, values.numpy(), item.flags)
                 continue
             ids = batches[0] if len(batches) == 1 else np.concatenate(batches)
-            unique = _different(run)
+            unique = _no_id_twice(group)
             order = id_order(ids) if not unique or self.ledger.n > MIN_SAMPLES_TO_SORT else None
             if not unique and order is not None and has_doubles(ids[order]):
-                for item in run:
+                for item in group:
                     for ids, values in item.batches():
                         self._record(ids, item.names, values.numpy(), item.flags)
                 continue
-            values = [item.values.numpy() for item in run]
+            values = [item.values.numpy() for item in group]
             values = values[0] if len(values) == 1 else np.concatenate(values, axis=1)
             if order is not None:  # in a long ledger, going through memory from front to back pays
                 ids, values = ids[order], np.take(values, order, axis=1)
@@ -365,25 +365,25 @@ def _arrived(item: _Pending) -> bool:
     return item.copied is None or item.copied.query()
 
 
-def _alike(items: list[_Pending]) -> list[list[_Pending]]:
-    """Neighbours that carry the same statistics and may be entered together."""
-    runs: list[list[_Pending]] = []
+def _grouped(items: list[_Pending]) -> list[list[_Pending]]:
+    """Groups of neighbours that carry the same statistics and may be entered together."""
+    groups: list[list[_Pending]] = []
     size = 0
     for item in items:
         count = sum(map(len, item.ids))
-        joins = bool(runs) and size + count <= SAMPLES_ENTERED_TOGETHER
-        if joins and runs[-1][0].flags == item.flags and runs[-1][0].names == item.names:
-            runs[-1].append(item)
+        joins = bool(groups) and size + count <= SAMPLES_ENTERED_TOGETHER
+        if joins and groups[-1][0].flags == item.flags and groups[-1][0].names == item.names:
+            groups[-1].append(item)
             size += count
         else:
-            runs.append([item])
+            groups.append([item])
             size = count
-    return runs
+    return groups
 
 
-def _different(run: list[_Pending]) -> bool:
-    """True if the batches are different ones of a plan without duplicates."""
-    numbers = [number for item in run for number in item.numbers]
+def _no_id_twice(group: list[_Pending]) -> bool:
+    """True if it is known without a search: these are different batches of a plan in which no id occurs twice."""
+    numbers = [number for item in group for number in item.numbers]
     return None not in numbers and len(set(numbers)) == len(numbers)
 
 

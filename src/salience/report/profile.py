@@ -70,8 +70,8 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.1f} ms"
 
 
-def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Shares from 0 to 1 as a line of blocks."""
-    step = max(1, -(-len(values) // width))
+def sparkline(values: Sequence[float]) -> str:
+    """Shares from 0 to 1 as a line of at most 40 blocks."""
+    step = max(1, -(-len(values) // 40))
     means = [sum(values[k : k + step]) / len(values[k : k + step]) for k in range(0, len(values), step)]
     return "".join(" ▁▂▃▄▅▆▇█"[round(8 * min(1.0, max(0.0, v)))] for v in means)

@@ -1,4 +1,6 @@
-"""One training run: a conductor (`Run`) and its parts. `Loader` and `Selector` own a run and add nothing but their front.
+"""One training run: a conductor (`Run`) and its parts. `Loader` and `Selector` own a run and add only their interface.
+
+Parts, each a class with methods of `Part` (`part`):
 
 recording   losses into the ledger, and back as one weighted mean
 planning    which samples the next window visits
@@ -6,13 +8,15 @@ copying     near-copies among the samples
 sensing     what the attached model says besides losses
 probing     which gradients are near zero, at marks of accuracy
 watching    where the time goes
-balancing   which part of a batch each rank takes, where ranks differ in speed
+balancing   which part of a batch each rank takes, if ranks differ in speed
 feeding     bytes of a Source, its cache, broken samples
-staging     stages of augmentation
+staging     stages of augmentation (the work itself is in `salience.treat.treating`)
 deciding    what `auto` changes between two windows
 
-`parts` makes the parts that every run has from what a user passes, `state` saves and resumes a run, `telling` has its events
-and its report.
+Around them: `parts` makes the parts that every run has from what a user passes, `course` counts windows, batches and visits,
+`iterating` is what `iter(loader)` returns, `workers` makes batches by a DataLoader and `moving` copies them to a device,
+`state` saves and resumes a run, `telling` makes its events and its report. Beside a part that uses them: `order`, `selection`
+(planning), `losses`, `visits` (recording), `speeds` (balancing). `planned` is the plan as a PyTorch sampler.
 """
 
 from salience.run.run import Run

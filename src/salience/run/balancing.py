@@ -1,4 +1,4 @@
-"""Balancing: which part of every batch each rank takes, by how fast it was and by what its samples cost."""
+"""Balancing: which part of every batch each rank takes, by the speed of the rank and the cost of the samples."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WORTH = 0.02
 
 @dataclass(slots=True)
 class Timed:
-    """One step of this rank, as far as it did not wait for others."""
+    """One step of this rank, without the time it waited for others."""
 
     work: float
     """The cost of its part of the batch, or the number of samples."""
@@ -40,7 +40,7 @@ class Timed:
 
 
 class Balancing(Part):
-    """Measures how fast this rank is, and divides the batches of the next window so that all ranks take as long."""
+    """Measures the speed of this rank, and divides the batches of the next window so that all ranks take equally long."""
 
     name = "balancing"
 
@@ -57,18 +57,18 @@ class Balancing(Part):
         self._timed: list[Timed] = []
         """Steps since speeds were measured."""
         self._waits: list[float] = []
-        """Seconds for which these waited for their batch, but for the first of each window."""
+        """Seconds that these steps waited for their batch, without the first step of each window."""
         self._sharded = False
-        """True if all steps take as long as those of the slowest rank, whatever the part."""
+        """True if the model makes every rank wait for the slowest one in each step, so that no speed can be measured."""
         self._shard: Shard | None = None
         self._numbers: list[int] = []
-        """Batches of this window, as they came."""
+        """Batches of this window, in order of arrival."""
         self._first = 0
         self._device: torch.device | None = None
         """The GPU that losses are on; None on the CPU, or until there was one."""
         self._begun: torch.cuda.Event | None = None
         self._spans: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
-        """On a GPU: a batch, when it was there, and when its losses were."""
+        """On a GPU: the number of a batch, the event of its arrival, and that of its losses."""
 
     @property
     def in_use(self) -> bool:
@@ -91,13 +91,13 @@ class Balancing(Part):
                 self._begun = None
 
     def close(self, *, finished: bool) -> None:
-        """Take note of the window's steps."""
+        """Note the times of the window's steps."""
         if not self._by_speed or self._shard is None:
             return
         if self._device is not None:
             torch.cuda.synchronize(self._device)  # once per window
             nan = float("nan")
-            spans = [(n, begun.elapsed_time(lost) / 1000) for n, begun, lost in self._spans]
+            spans = [(n, begun.elapsed_time(ended) / 1000) for n, begun, ended in self._spans]
             self._timed += [Timed(self._work(self._shard, n), seconds, nan) for n, seconds in spans]
             return
         steps = list(self._steps.steps)[-len(self._numbers) :] if self._numbers else []
@@ -157,7 +157,7 @@ class Balancing(Part):
         return shard if self.costs is None else by_cost(shard, self.costs, self.shares)
 
     def attach(self, model: nn.Module) -> None:
-        """Say what a model cannot have: speeds where its parameters are sharded, exact gradients where batch norm is not."""
+        """Warn if this model hides the speed of a rank (sharded parameters), or makes unequal parts inexact (batch norm)."""
         if self._by_speed and any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
             self._sharded = True
             self._voice.warn_once(
@@ -183,10 +183,10 @@ class Balancing(Part):
 
 
 def by_cost(shard: Shard, costs: npt.NDArray[np.float64], shares: npt.NDArray[np.float64]) -> Shard:
-    """The same batches with their samples sorted by cost and cut where all ranks take as long.
+    """The same batches with their samples sorted by cost, and cut so that all ranks take equally long.
 
-    A part costs its number of samples times the dearest of them, as texts padded to the longest do: few long ones go to
-    one rank and many short ones to another. The union of the parts stays the batch, and with it the gradient.
+    A part costs its number of samples times the highest cost among them, like texts padded to the longest: a few long ones
+    go to one rank and many short ones to another. The parts together are still the batch, so the gradient is the same.
     """
     plan, cuts = shard.plan, shard.cuts.copy()
     order = np.arange(len(plan))

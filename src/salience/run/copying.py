@@ -48,7 +48,7 @@ class Copying(Part):
         return self.search is not None
 
     def offer(self, pipeline: Pipeline) -> None:
-        """A selection may be switched on that wants copies."""
+        """Prepare for a selection that may be switched on: it may need copies."""
         self.search = self.search or self._make(pipeline, None)
 
     def want_features(self, *, observing: bool) -> Embeddings | None:
@@ -70,26 +70,29 @@ class Copying(Part):
         """Features of the samples, as far as the attached model gave any."""
         return None if self.search is None else self.search.embeddings
 
-    def know(self, fingerprints: npt.NDArray[np.int64]) -> None:
-        """Fingerprints of all samples' bytes, known before anything is read."""
+    def enter_index(self, fingerprints: npt.NDArray[np.int64]) -> None:
+        """Take the fingerprints of all samples' bytes, which an index has before anything is read."""
         if self.search is not None:
             self.search.prints[:] = fingerprints
 
     def hand_over(self, batch: Batch) -> None:
         batch.features = self.search is not None and self.search.wants(batch.window)
         if batch.prints is not None and self.search is not None:
-            known = batch.prints != 0  # what is reused is not read again, and keeps the one it has
+            known = batch.prints != 0  # a reused sample was not read again and keeps its fingerprint
             self.search.prints[batch.planned_ids[known]] = batch.prints[known] & np.iinfo(np.int64).max
 
     def on_loss(self, batch: Batch, losses: Tensor, kept: Tensor | None, targets: Tensor | None) -> None:
         if self.search is not None:
-            self.search.begin()  # workers are started by now, so that a thread does no harm
+            self.search.begin()  # by now workers have been forked, and a thread may start
 
     def prepare(self, window: int, ledger: Ledger) -> None:
         self.look(ledger, window)
 
     def look(self, ledger: Ledger, window: int, *, last: bool = False) -> None:
-        """Search for near-copies if there is more to go by; `last` = with what there is. Rank 0 searches, all ranks learn."""
+        """Take the result of the last search, and prepare the next if it is due; `last` = the run is over.
+
+        Rank 0 searches, and the other ranks get what it found.
+        """
         if self.search is not None:
             with self._voice.watch("copies"):
                 self._look(self.search, ledger, window, last)
@@ -122,7 +125,6 @@ class Copying(Part):
         if state["search"] is None:
             return
         if self.search is None:
-            self.search = CopySearch(
-                self._setup.n
-            )  # observed with features; they go on when the model is attached again
+            # The saved run observed with features, which continue when the model is attached again.
+            self.search = CopySearch(self._setup.n)
         self.search.load_state_dict(arrays(state["search"]))

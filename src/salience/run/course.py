@@ -1,4 +1,4 @@
-"""How far a run is: the window in progress, the batches delivered, visits, and progress from 0 to 1."""
+"""How far a run has come: the window in progress, the batches delivered, visits, and progress from 0 to 1."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from salience.plan import Shard
 
 
 class Course:
-    """Counts windows, batches and visits. A window is open from its plan until it is closed."""
+    """Counts windows, batches and visits. A window is open from when it is planned until it is closed."""
 
     def __init__(self) -> None:
         self.window = 0
         """The window in progress, or the next one between two windows."""
         self.shard: Shard | None = None
-        """This rank's part of the window in progress, or of the last one: loops that fetch ahead hand in losses late."""
+        """This rank's part of the window in progress, or of the last one, since loops that fetch ahead pass losses late."""
         self.open = False
         self.pending = False
-        """True while the open window has handed out no batch: in this process, if it was resumed."""
+        """True while this process has handed out no batch of the open window."""
         self.resumed = False
         """True from a resume until a window is planned."""
         self.started = False

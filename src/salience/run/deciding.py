@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Workers(Protocol):
-    """The processes that make batches, as far as their number can be changed."""
+    """What makes batches, with a number of processes that can be changed."""
 
     @property
     def num_workers(self) -> int: ...
@@ -70,12 +70,14 @@ class Deciding(Part):
         self._given_workers = workers.num_workers
         cached = 0 if feeding.feed is None else max(1, feeding.feed.budget)
         self.settings = Settings(workers=workers.num_workers, cache=cached)
-        """Settings of the window in progress, as far as `auto` may change them."""
+        """Settings of the window in progress that `auto` may change."""
         self._refused: dict[str, str] = {}
+        """Lever -> the reason why it cannot be tried."""
         self._announced = False
+        """True once the settings of the run were written to the event log."""
 
     def prepare(self, window: int, ledger: Ledger) -> None:
-        """Rank 0 hears what the last window tells, and all ranks change what is to be changed, at the edges of epochs."""
+        """At the edges of epochs: rank 0 decides by the measurements of the last window, and all ranks apply that."""
         window, piece = divmod(window, self._setup.pieces)  # decisions count epochs
         if piece:
             return
@@ -171,7 +173,7 @@ class Deciding(Part):
 
     def evaluated(self, metric: float, progress: float) -> None:
         """Take a validation result, by which lossy levers are judged."""
-        self.auto.controller.hear(metric, progress)
+        self.auto.controller.evaluated(metric, progress)
 
     def state_dict(self) -> dict[str, Any]:
         return {"auto": self.auto.state_dict(), "announced": self._announced}
@@ -196,7 +198,7 @@ def roomy_cache(source: Source) -> int:
 def first_cache(auto: Auto | None, source: Source | None, ranks: Ranks | None) -> int:
     """Bytes of a cache from the first window on: `auto` would try it anyway, and filling it later would cost one more window.
 
-    Only where a network lies between; elsewhere the system keeps files in memory too. The same on every rank.
+    0 unless the source is reached over a network: the system itself keeps local files in memory. The same on every rank.
     """
     if auto is None or auto.replays or source is None or not source.reader.store.far:
         return 0

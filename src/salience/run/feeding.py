@@ -43,12 +43,12 @@ class Feeding(Part):
         self.source: Source | None = dataset.source if isinstance(dataset, SourceDataset) else None
         self.feed: Feed | JobFeed | None = None
         """The cache, or this job's end of a shared feed; None = every batch is read by its worker."""
-        self.unread: Any = None
-        """Visits of the next window that do not need the cache, bool [visits]; None = there are none."""
+        self.unread: npt.NDArray[np.bool_] | None = None
+        """Visits of the next window that do not need the cache, bool [visits]; None = there are none. The Run sets it."""
         self.stages = False
         """True if the data set has stages, in which samples may turn out to be broken."""
         self.workers = 0
-        """Worker processes of the DataLoader inside."""
+        """Worker processes of the DataLoader inside, which sets this."""
         self._rivals: Mapping[str, int] = {}
         """Bytes that other caches would have fetched, as of the last report."""
         self.broken: dict[int, str] = {}
@@ -89,12 +89,12 @@ class Feeding(Part):
             self.set_cache(self.feed.budget, self.feed.workers)
 
     @property
-    def _copied(self) -> bool:
-        """True if a batch, once it is here, holds nothing of the cache's memory."""
+    def _frees_on_arrival(self) -> bool:
+        """True if a batch that has arrived in this process no longer refers to the cache's memory."""
         return self.workers > 0 or not self._reading.views
 
-    def know(self, ledger: Ledger) -> None:
-        """Enter what is known from the index before anything is read: classes and sizes."""
+    def enter_index(self, ledger: Ledger) -> None:
+        """Enter into the ledger what the index says before anything is read: classes and sizes."""
         ranks = self._setup.ranks
         if self.source is None:
             return
@@ -131,7 +131,7 @@ class Feeding(Part):
 
     def arrived(self, batch: Batch) -> None:
         """A batch is in this process: the cache gets its memory back, also where a probe holds the batch."""
-        if self._copied:
+        if self._frees_on_arrival:
             self._release(batch)
 
     def hand_over(self, batch: Batch) -> None:
@@ -145,7 +145,7 @@ class Feeding(Part):
             self._check_broken(len(self.broken))
 
     def take_back(self, batch: Batch) -> None:
-        if not self._copied:
+        if not self._frees_on_arrival:
             self._release(batch)
 
     def _release(self, batch: Batch) -> None:
@@ -179,7 +179,7 @@ class Feeding(Part):
     # --- broken samples ---
 
     def _agree_on_broken(self) -> None:
-        """Count the broken samples of all ranks: one that stopped by itself would leave the others waiting."""
+        """Check the number of broken samples over all ranks, so that they stop together and none waits for the others."""
         ranks = self._setup.ranks
         if ranks is not None and self.source is not None:
             self._check_broken(len({i for found in ranks.gather_objects(sorted(self.broken)) for i in found}))

@@ -44,8 +44,8 @@ def _parts_of(content: Any) -> list[Any]:
 
 
 def can_be_copied_beside(content: Any) -> bool:
-    """False if an object moves itself by a method `to` and hides its tensors, whose memory could then be reused while
-    the loop still reads it."""
+    """False if an object moves itself by a method `to` and hides its tensors: these could not be protected from reuse of
+    their memory while the loop still reads them."""
     if isinstance(content, (Tensor, Mapping, list, tuple)):
         return all(can_be_copied_beside(part) for part in _parts_of(cast("Any", content)))
     return not callable(getattr(content, "to", None))

@@ -28,7 +28,7 @@ COUNT_UNITS = {"": 1, "k": 1_000, "M": 1_000_000, "G": 1_000_000_000}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """What a run is about: fixed from its first line to its last."""
+    """The sizes of a run, its seed and its ranks. Only a resume with another number of ranks changes them."""
 
     n: int
     """Samples of the data set."""
@@ -48,7 +48,7 @@ class Setup:
     rank_batch: int = field(init=False)
     """Samples per batch on a rank, where all take equal parts of the global batch."""
     piece_size: int = field(init=False)
-    """Samples of a window: a whole number of batches, so that batches are those of an epoch that is planned at once."""
+    """Samples per window: whole batches, so that an epoch has the same batches as one that is planned at once."""
     pieces: int = field(init=False)
     """Windows per epoch."""
     windows: int | None = field(init=False)
@@ -78,7 +78,7 @@ class Setup:
         self.keep_batches_of(self.batch_size * world)
 
     def keep_batches_of(self, batch: int) -> None:
-        """Make steps of `batch` samples over all ranks: those of a run that had another number of them."""
+        """Set the number of samples per step over all ranks, and what follows from it."""
         size = self.n
         if self.window is not None and self.window < batch:
             raise ConfigError(
@@ -104,13 +104,13 @@ class Batch:
 
     window: int
     number: int
-    """Its place among this rank's batches of the window."""
+    """Position among this rank's batches of the window."""
     ids: npt.NDArray[np.int64]
     """The sample of each row."""
     rows: npt.NDArray[np.int64] | None = None
-    """Position of each row's sample in the planned batch; None = all of them in order, as a collate function should."""
+    """Position of each row's sample in the planned batch; None = all of them, in order."""
     reordered: bool = False
-    """True if its rows are in another order than its samples, and which one is not known."""
+    """True if its rows are not in the order of its samples, and their order is not known."""
     planned: npt.NDArray[np.int64] | None = None
     """Ids as they were planned; None = `ids`."""
     content: Any = None
@@ -118,7 +118,7 @@ class Batch:
     hint: Tensor | None = None
     """Integer targets found in the content."""
     columns: Sequence[Tensor] = ()
-    """What the content holds with one number per sample."""
+    """Tensors in the content that have one number per sample."""
     prints: npt.NDArray[np.int64] | None = None
     """Fingerprints of the samples' bytes; None if the data set has none."""
     ticket: int = -1
@@ -126,7 +126,7 @@ class Batch:
     broken: Mapping[int, str] = field(default_factory=dict[int, str])
     """Position of each broken sample -> why; another sample stands in for it, with loss weight 0."""
     counts: Mapping[str, int] = field(default_factory=dict[str, int])
-    """What reading it asked of a Source."""
+    """Counts of requests to a Source for this batch."""
     report: BatchReport | None = None
     """What the stages did; None without stages."""
     work: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -140,9 +140,9 @@ class Batch:
     kept: Tensor | None = None
     """Positions chosen by pick()."""
     picks: float = 1.0
-    """Share of it that pick() was asked for."""
+    """Share of the batch that pick() was asked to choose."""
     visits: Visits = field(default=cast("Any", None), repr=False)
-    """What its window says about its losses; known once it was handed over."""
+    """Weights and records of its window; set when the batch is handed over."""
 
     @property
     def planned_ids(self) -> npt.NDArray[np.int64]:
@@ -166,7 +166,7 @@ class BatchSource(Protocol):
         ...
 
     def peek(self, order: npt.NDArray[np.int64], size: int, seeds: Tensor) -> Iterator[Any]:
-        """What the loop would receive for these ids, in batches of `size`, apart from the run.
+        """What the loop would receive for these ids, in batches of `size` that do not count.
 
         `seeds` is the state of the generator that workers are seeded from.
         """
@@ -174,36 +174,36 @@ class BatchSource(Protocol):
 
 
 class Part(Protocol):
-    """One concern of a run. What it needs of others is in the Shard or the Batch, or is passed to it; Deciding alone turns
-    other parts' levers."""
+    """One concern of a run. What it needs from other parts is in the Shard or the Batch, or is passed to it. Only Deciding
+    changes the settings of other parts."""
 
     name: str
 
     @property
     def in_use(self) -> bool:
-        """False while it has nothing to do; then it is asked for its state alone."""
+        """False while it has nothing to do: then only its state is saved and loaded."""
         return True
 
     def flush(self, window: int) -> None:
-        """Enter what was recorded into the ledger; with several ranks, every rank is here at the same time."""
+        """Enter what was recorded into the ledger. Collective with several ranks."""
 
     def prepare(self, window: int, ledger: Ledger) -> None:
-        """Before `window` is planned: bring in what the last one taught. Every rank is here at the same time."""
+        """Before `window` is planned: take in what was learnt in the last one. Collective with several ranks."""
 
     def open(self, shard: Shard, done: frozenset[int]) -> None:
-        """A window begins; the batches in `done` were delivered before a resume. May be repeated before the first batch."""
+        """A window begins; the batches in `done` were delivered before a resume. May be called again before the first batch."""
 
     def hand_over(self, batch: Batch) -> None:
         """A batch is about to reach the training loop."""
 
     def on_loss(self, batch: Batch, losses: Tensor, kept: Tensor | None, targets: Tensor | None) -> None:
-        """The losses of a batch are here, [B], or those of the positions `kept`; the backward pass comes next.
+        """The losses of a batch were passed to `loss()`, [B], or those at the positions `kept`; the backward pass follows.
 
-        `targets` are their classes, where each has just one.
+        `targets` are their classes; None unless each sample has one.
         """
 
     def take_back(self, batch: Batch) -> None:
-        """The loop asks for the next batch, so it is done with this one."""
+        """The loop asks for the next batch: it no longer uses this one."""
 
     def close(self, *, finished: bool) -> None:
         """The window is over; `finished` is False if it was broken off."""
@@ -213,7 +213,7 @@ class Part(Protocol):
         return ""
 
     def state_dict(self) -> dict[str, Any]:
-        """What it takes to resume this part."""
+        """Everything needed to resume this part."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -221,7 +221,7 @@ class Part(Protocol):
 
 
 class Voice:
-    """How parts speak: through events, warnings, failures that training survives, and the time they took."""
+    """What parts report through: events, warnings, failures that training survives, and the seconds they took (`watch`)."""
 
     def __init__(self, events: EventLog, *, strict: bool) -> None:
         self.events, self.strict, self.watch = events, strict, Stopwatch()
@@ -238,7 +238,7 @@ class Voice:
             self.warn(text)
 
     def failed(self, text: str, cause: BaseException) -> None:
-        """Something optional failed and is now off: say so, or raise where the run is strict."""
+        """Warn that something optional failed and is off now; raise instead if the run is strict."""
         if self.strict:
             raise PluginError(text) from cause
         self.warn(text)

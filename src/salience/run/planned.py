@@ -18,7 +18,7 @@ class PlannedSampler(Sampler[int]):
         self._run = run
 
     def __len__(self) -> int:
-        """Samples of the window in progress, or of the next one as far as they are known."""
+        """Number of samples of the window in progress, or the expected number of the next one."""
         return self._run.visits_of_window // self._run.setup.world
 
     def __iter__(self) -> Iterator[int]:

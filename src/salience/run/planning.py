@@ -1,4 +1,4 @@
-"""Planning: what the next window visits, how many visits later ones will make, and how the share kept is steered."""
+"""Planning: which samples the next window visits, how many visits later windows will make, and steering of the share kept."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from salience.select.view import Reference
 
 
 class Expected(NamedTuple):
-    """A window, as far as it is known before it is planned."""
+    """What is known about a window before it is planned."""
 
     visits: int
     """Over all ranks."""
@@ -71,12 +71,12 @@ class Planning(Part):
         self._offered: tuple[SelectConfig, Pipeline] | None = None
         self._steering: Steering | None = None
         self.needs_checked = False
-        """True once the first loss has shown what there is for scores to go by."""
+        """True once the first loss has shown whether plug-ins have what they need."""
         self._left_out = 0.0
         """Share of the samples that the last plan left out for their labels."""
         self._peeks = 0
         self._in_window, self._piece = False, 0
-        """True if a window is open, and its place in the epoch, or that of the next one."""
+        """True if a window is open; and the place in the epoch of that window, or of the next one."""
         self._shuffled = np.empty(0, dtype=np.int64)
         """The plain order of the epoch in progress."""
         if isinstance(self.config, SelectConfig):
@@ -105,7 +105,7 @@ class Planning(Part):
         if self.pipeline is not None:
             assert setup.epochs is not None
             self.pipeline.reference = reference
-            if self.fixed is not None and (plan := self.fixed.later(window)) is not None:
+            if self.fixed is not None and (plan := self.fixed.plan(window)) is not None:
                 return plan
             epoch, piece = divmod(window, setup.pieces)
             opinions = () if self.fixed is None else self.fixed.opinions
@@ -163,7 +163,7 @@ class Planning(Part):
             self._steer(self._steering, window)
 
     def note_course(self, ledger: Ledger) -> None:
-        """Note how often predictions contradict labels: whether that falls tells hard samples from wrong labels."""
+        """Note how often predictions contradict labels: that falls for hard samples, but not for wrong labels."""
         if ledger.vote_p[:, 0].any():
             found = contradictions(ledger)
             ledger.course.append((found.differs, found.rate, float(found.sure), self._left_out))
@@ -216,7 +216,7 @@ class Planning(Part):
     # --- the windows to come ---
 
     def expected(self, window: int) -> Expected:
-        """What a window will be; one past the end of the run is like that of the last epoch."""
+        """Visits, steps and learning-rate factor of a window; past the end of the run, those of the last epoch."""
         setup = self._setup
         if setup.windows is not None:
             window = min(window, setup.windows - setup.pieces + window % setup.pieces)
@@ -262,10 +262,11 @@ class Planning(Part):
         """Visits of the whole run before its first window is planned; None without `epochs`."""
         return None if self._setup.windows is None else sum(self._visits_from(0))
 
-    def later(self, window: int, visits: int) -> int | None:
-        """Visits to expect after `window`, which makes `visits`: the curve's, corrected by what this window did to it.
+    def visits_after(self, window: int, visits: int) -> int | None:
+        """Visits to expect after `window`, which makes `visits`; None without `epochs`.
 
-        A rule that spends more than the curve grants will do so again; a filter that leaves less keeps doing so.
+        They are what the curve grants, at least `visits` per window if this one made more, at most `visits` if it made fewer:
+        a sampler or filter that departs from the curve in one window will do so in the next.
         """
         if self._setup.windows is None:
             return None
@@ -309,7 +310,7 @@ class Planning(Part):
     def evaluated(self, metric: float, progress: float, window: int) -> None:
         """A validation result of `window`."""
         if self._steering is not None and self._in_the_middle(window):
-            self._steering.hear(metric, progress)
+            self._steering.evaluated(metric, progress)
 
     def _steer(self, steering: Steering, window: int) -> None:
         """Act on the last validation result; with several ranks, on rank 0's."""

@@ -1,4 +1,4 @@
-"""Probing: at accuracy marks, which share of the gradient is near zero, and the loss that tells what is learnt."""
+"""Probing: at accuracy marks, which share of the gradient is near zero, and the loss below which samples count as learnt."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from salience.run.iterating import BatchIterator
 
 MOMENTS = ("flush", "prepare", "open", "hand_over", "on_loss", "take_back", "close")
-"""Moments at which parts are asked, each by the method of that name."""
+"""Methods of `Part` that a run calls, each at the moment of that name."""
 
 
 class Run:
@@ -67,13 +67,13 @@ class Run:
         self.evaluations: list[tuple[float, float]] = []
         """Progress and metric of every validation result."""
         self.study: Study | None = None
-        """What was found in the ledger when it was last examined."""
+        """Findings of the last time the ledger was examined; None before that."""
         self.trace = parts.trace
         """Where plans are recorded; None = nowhere."""
         self.iterator: Callable[[], BatchIterator | None] = lambda: None
         """Returns the iterator whose batches count, for as long as somebody holds it."""
         self.resumes = 0
-        """How often a state was loaded; iterators taken before the last time are stale."""
+        """How often a state was loaded; iterators taken before the last load are stale."""
         self.lock = threading.RLock()
         """Held while an iterator is asked for a batch: several threads may iterate."""
         self._said_length = -1, 0
@@ -83,9 +83,9 @@ class Run:
         self.events.emit(telling.run_started(self))
 
     def choose_parts(self) -> None:
-        """From now on, skip parts that have nothing to do, and of the others the moments they do not answer."""
+        """Choose which parts are called from now on: those in use, at the moments for which they have a method of their own."""
         self.parts = [part for part in self.all_parts if part.in_use]
-        """In the order in which they are asked."""
+        """Parts in use, in the order in which they are called."""
         self._of_parts: dict[str, list[Callable[..., None]]] = {
             moment: [getattr(part, moment) for part in self.parts if _answers(part, moment)] for moment in MOMENTS
         }
@@ -93,15 +93,14 @@ class Run:
     # --- the story of a window ---
 
     def open(self, *, goes_on: bool = False, drawn: Drawn | None = None) -> Iterator[Batch]:
-        """Plan the next window and begin to make its batches; a window that gave no batch yet is taken up again.
+        """Plan the next window and begin to make its batches; a window of which no batch was taken yet is opened again.
 
-        `goes_on` = the epoch goes on, where it is planned in pieces; else what is left of an epoch that was broken off is
-        passed over. `drawn` is what whoever opens the window had drawn for it at iter(), or when it took it up before.
+        `goes_on` = continue an epoch that is planned in pieces; otherwise the pieces left of an unfinished epoch are skipped.
+        `drawn` is the plain order that the iterator already drew, at iter() or when it opened this window before.
         """
         course, source, ranks = self.course, self.source, self.setup.ranks
-        worker_seed = not (
-            course.started and source.keeps_workers
-        )  # which a DataLoader draws for workers that it starts
+        # A DataLoader draws a seed for workers that it starts.
+        worker_seed = not (course.started and source.keeps_workers)
         if started_late(ranks):
             raise ConfigError(
                 "This loader was made before init_process_group(), so that every rank would train on everything; make it "
@@ -118,7 +117,7 @@ class Run:
             if drawn is not None and not goes_on and self.plain:
                 self.planning.order.take(drawn, workers=source.has_workers)
             shard = self._plan(worker_seed)
-            course.begin(shard, self.planning.later(course.window, len(shard.plan)))
+            course.begin(shard, self.planning.visits_after(course.window, len(shard.plan)))
             self._warn_of(shard.plan)
             self.events.emit(telling.window_planned(self, shard.plan))
         elif self.redraws and (drawn is None or source.has_workers):
@@ -139,7 +138,7 @@ class Run:
 
     @property
     def redraws(self) -> bool:
-        """True if taking up the pending window once more draws its order anew, as every iter() of a DataLoader does."""
+        """True if opening the pending window again draws a new order for it, as every iter() of a DataLoader does."""
         return self.plain and not self.course.resumed and self.course.window % self.setup.pieces == 0
 
     def deliver(self, batch: Batch) -> Any:
@@ -193,7 +192,7 @@ class Run:
             plan = self.planning.plan(
                 self.recording.ledger, self.course.window, reference=self.sensing.reference, copies=self.copying.found,
                 stock=None if self.feeding is None else self.feeding.stock(), worker_seed=worker_seed,
-                learnt_loss=self.probing.learnt_loss, jury=self.sensing.said,
+                learnt_loss=self.probing.learnt_loss, jury=self.sensing.jury_ledgers,
             )  # fmt: skip
             if self.staging is not None:
                 plan, counts = self.staging.plan(plan, self._options, self.copying.found)
@@ -334,7 +333,7 @@ class Run:
 
     @property
     def ledger(self) -> Ledger:
-        """What is known of every sample, up to date; with several ranks, as of the last window's end."""
+        """What is known about every sample, up to date; with several ranks, as of the end of the last window."""
         if self.setup.ranks is None:
             self.flush()
         return self.recording.ledger

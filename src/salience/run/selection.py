@@ -80,8 +80,8 @@ class Fixed:
         self.chosen: Plan | None = None
         """The plan that chose the subset; None before that."""
 
-    def later(self, window: int) -> Plan | None:
-        """The plan of a window after the one that chose: the same samples and weights in a new order."""
+    def plan(self, window: int) -> Plan | None:
+        """The plan of `window`: the subset in a new order; None up to the window that chooses it."""
         if self.chosen is None or window <= self.chosen.window:
             return None
         chosen = self.chosen

@@ -38,7 +38,7 @@ MakeScorer = Callable[[nn.Module, torch.device | str], Scorer]
 
 
 class Sensing(Part):
-    """The model under training and the helpers beside it, as far as they were attached."""
+    """The model that is trained, and the small models and the scorer beside it, if they were attached."""
 
     name = "sensing"
 
@@ -51,11 +51,11 @@ class Sensing(Part):
         self.jury: Jury | None = None
         self.scorer: Scorer | RemoteScorer | None = None
         self._scores_come = False
-        """True while the ranks exchange what their scorers found, which goes on where one of them was lost."""
+        """True while the ranks exchange what their scorers found; still True on a rank that has lost its own."""
         self._ratio: Tensor | None = None
-        """|gradient|^2 over that of the last layer, in the step before this one; None = not known, or no norms are taken."""
+        """|gradient|^2 divided by |gradient of the last layer|^2 in the previous step; None if that is not known."""
         self._waiting: dict[str, Mapping[str, Any]] = {}
-        """States of a resumed run's proxy and jury, as far as these were not attached yet."""
+        """States of a resumed run's proxy and jury that have not been attached yet."""
         self._asked = -1
         """The window for which scores were asked last."""
 
@@ -109,13 +109,13 @@ class Sensing(Part):
     def in_use(self) -> bool:
         return bool(self._waiting or self.attached or self.proxy or self.jury or self.scorer)
 
-    def go_on(self, features: Embeddings | None) -> None:
-        """After a resume, features go on where they were."""
+    def resume_features(self, features: Embeddings | None) -> None:
+        """Record features into the array that was loaded, if they were being recorded."""
         if self._recorder.embeddings is not None:
             self._recorder.embeddings = features
 
     def detach(self) -> None:
-        """Take the hooks off the model, and let go of the proxy and the background scorer."""
+        """Remove the hooks from the model, and release the proxy, the jury and the background scorer."""
         self.take()
         self.end_scorer()
         self._scores_come, self._ratio = False, None
@@ -215,7 +215,7 @@ class Sensing(Part):
             )
 
     def take(self) -> None:
-        """Hand what the backward passes since the last call brought to the recorder."""
+        """Pass the gradient norms of the backward passes since the last call to the recorder."""
         for step in [] if self.attached is None else self.attached.take():
             with self._watch("signals"):
                 squares = step.finish()
@@ -235,13 +235,13 @@ class Sensing(Part):
     # --- models that learn beside it ---
 
     @property
-    def said(self) -> tuple[Ledger, Ledger] | None:
-        """What the jury says of the samples: the nets that trained on them, and those that held them out."""
+    def jury_ledgers(self) -> tuple[Ledger, Ledger] | None:
+        """What the jury knows about the samples: as seen by the network that trained on each, and by the one that did not."""
         return None if self.jury is None else (self.jury.trained, self.jury.held_out)
 
     @property
     def reference(self) -> Reference | None:
-        """What another model thinks of the samples: the reference that was given, otherwise the proxy's losses so far."""
+        """The opinion of another model on the samples: the reference that was given, otherwise the proxy's losses so far."""
         if self.given is not None or self.proxy is None:
             return self.given
         losses = self.proxy.losses.copy()
@@ -250,7 +250,7 @@ class Sensing(Part):
         )
 
     def _resume(self) -> None:
-        """Load the states of a resumed run's proxy and jury, as far as they are attached by now."""
+        """Load the states of a resumed run's proxy and jury into those that are attached by now."""
         if self.proxy is not None and "proxy" in self._waiting:
             self.proxy.load_state_dict(self._waiting["proxy"])
             del self._waiting["proxy"]
@@ -291,7 +291,7 @@ class Sensing(Part):
             self._voice.events.emit("scored", window=of_all[0][2], samples=sum(len(ids) for ids, *_ in of_all))
 
     def _enter_scores(self, ids: Ids, values: npt.NDArray[np.float32], window: int, ratio: float) -> None:
-        """Enter scores of `window`; `ratio` is that of a gradient's norm to its part in the last layer, NaN = not known."""
+        """Enter scores of `window`. `ratio` is |gradient| / |gradient of the last layer|; NaN = not known."""
         ledger = self._recorder.ledger
         waited = ledger.last_seen[ids] < window
         ids, rows = ids[waited], dict(zip(SCORE_ROWS, values[:, waited], strict=True))

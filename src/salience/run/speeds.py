@@ -1,4 +1,4 @@
-"""What is known of the ranks' speeds, and the parts of a batch that make all of them take as long.
+"""What is known about the speeds of the ranks, and the parts of a batch with which all of them take equally long.
 
 A step of n units of work takes rank r    pace[r] * (fixed[r] + n)    seconds: some of it does not shrink with the part, such as
 the optimizer's step. Proportional parts leave that out, and a slow rank pays it in full. `fixed` shows when a rank's work has
@@ -18,7 +18,7 @@ import torch
 Array = npt.NDArray[np.float64]
 
 SMOOTHING = 0.5
-"""Weight of the last measurement in what is known of a rank."""
+"""Weight of the last measurement of a rank against what was known before."""
 MOVED = 0.25
 """Share by which a rank's work must have changed to tell fixed work from the rest."""
 MOST_FIXED = 2.0
@@ -32,9 +32,9 @@ class Speeds:
     """Speeds of all ranks, smoothed over measurements; arrays [ranks]."""
 
     work: Array
-    """Units of work per step when they were measured last,"""
+    """Units of work per step in the last measurement."""
     seconds: Array
-    """and what such a step took."""
+    """Seconds that such a step took."""
     fixed: Array
     """Units of work that a step takes whatever the part."""
 
@@ -63,7 +63,7 @@ class Speeds:
         return float((self.pace * (self.fixed + parts)).max())
 
     def parts(self) -> Array:
-        """The same work in all, divided so that every rank takes as long, within bounds."""
+        """The same total work, divided so that all ranks take equally long, within bounds."""
         total, equal, pace = self.work.sum(), self.work.mean(), self.pace
 
         def in_time(seconds: float) -> Array:

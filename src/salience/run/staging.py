@@ -37,7 +37,6 @@ class Staging(Part):
         self.refused = ""
         """Why reuse cannot be tried; empty if it can."""
         self._shard: Shard | None = None
-        self._ranks = treating.ranks
         self._result: tuple[float, int] | None = None
         """The last validation result, and the number of windows done; None once it was acted on."""
         self._treatment: Callable[[slice], Treatment] | None = None
@@ -60,8 +59,8 @@ class Staging(Part):
     def _importance(self, plan: Plan) -> npt.NDArray[Any] | None:
         """Importance of every sample, [n]: what the plan says, else the rank of the mean loss; None if unused or unknown."""
         config = self.treating.config
-        if plan.ranks is not None or not (config.strength or config.kind in ("echo", "auto")):
-            return plan.ranks
+        if plan.importance_of_all is not None or not (config.strength or config.kind in ("echo", "auto")):
+            return plan.importance_of_all
         known = np.isfinite(self._ledger.mean_loss)
         if not known.any():
             return None
@@ -81,11 +80,11 @@ class Staging(Part):
             return
         if result is not None and 0 <= result[0] <= 1:
             training = training_accuracy(ledger, result[1] - 1)
-            why = "" if training is None else adapting.hear(training, result[0])
+            why = "" if training is None else adapting.evaluated(training, result[0])
             if why:
                 self._voice.events.emit("decision", window=window, lever="augmentation", action="keep", reason=why)
-        if self._ranks is not None:
-            adapting.numbers = self._ranks.broadcast(adapting.numbers)
+        if self.treating.ranks is not None:
+            adapting.numbers = self.treating.ranks.broadcast(adapting.numbers)
 
     def open(self, shard: Shard, done: frozenset[int]) -> None:
         self._shard, self._treatment = shard, self.treating.treatment(shard)
@@ -101,13 +100,13 @@ class Staging(Part):
     def hand_over(self, batch: Batch) -> None:
         report = batch.report
         if report is not None and self._shard is not None:
-            self.treating.take(batch.planned_ids, self._shard.plan.level[self._shard.span(batch.number)], report)
+            self.treating.count(batch.planned_ids, self._shard.plan.level[self._shard.span(batch.number)], report)
             known = np.isfinite(report.cost_us)
             self._ledger.cost_us[batch.planned_ids[known]] = report.cost_us[known]
         self._handed_over = time.perf_counter()
 
     def take_back(self, batch: Batch) -> None:
-        self.treating.took(time.perf_counter() - self._handed_over)
+        self.treating.count_compute(time.perf_counter() - self._handed_over)
 
     def close(self, *, finished: bool) -> None:
         if self._shard is not None:

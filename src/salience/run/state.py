@@ -1,4 +1,4 @@
-"""Saving a run and resuming it: what its state holds, what must be the same for it to fit, and how arrays travel in it."""
+"""Saving a run and resuming it: what its state holds, what must be equal for it to fit, and how arrays are stored in it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LACKING = {
     "treating": "The state was saved with stages and this Loader has none; resume with the same augment=.",
     "deciding": "The state was saved with auto, whose settings this Loader lacks; resume with the same auto=.",
 }
-"""What is said where a part has a state and the run has no such part."""
+"""The error if the state has a part that this run does not have, by name of the part."""
 
 
 def saved(run: Run) -> dict[str, Any]:
-    """Everything needed to go on as if never stopped. With several ranks, every rank must call it."""
+    """Everything needed to continue as if the run had never stopped. With several ranks, every rank must call it."""
     if run.course.complete:
         run.close()
     run.flush()
@@ -47,7 +47,7 @@ def saved(run: Run) -> dict[str, Any]:
 
 
 def resume(run: Run, state: Mapping[str, Any]) -> None:
-    """Go on where `state_dict()` was taken: the next iteration delivers the rest of that window."""
+    """Continue where `state` was saved: the next iteration delivers the rest of that window."""
     if state.get("version") != STATE_VERSION:
         raise StateError(
             f"This state has version {state.get('version')!r} and this salience reads version {STATE_VERSION}: go on with "
@@ -65,7 +65,7 @@ def resume(run: Run, state: Mapping[str, Any]) -> None:
     for name, part in mine.items():
         if name in parts:
             part.load_state_dict(parts[name])
-    run.sensing.go_on(run.copying.embeddings)
+    run.sensing.resume_features(run.copying.embeddings)
     run.evaluations = [(float(progress), float(metric)) for progress, metric in state["evaluations"]]
     run.course.load_state_dict(state["course"])
     if state["plan"] is not None:
@@ -105,7 +105,7 @@ def _check_fits(run: Run, state: Mapping[str, Any]) -> None:
 
 
 def _keep_batches(run: Run, state: Mapping[str, Any]) -> None:
-    """Go on with the steps of a run that had another number of ranks: as many samples each, divided anew."""
+    """Keep the size of the steps of a run that had another number of ranks, and divide them among the ranks there are now."""
     setup, batch = run.setup, int(state["global_batch"])
     if batch < setup.world:
         raise StateError(
@@ -123,7 +123,7 @@ def _keep_batches(run: Run, state: Mapping[str, Any]) -> None:
 
 
 def _delivered_by_rank(run: Run) -> list[list[int]] | None:
-    """Batches delivered on each rank where they are not the same, as with in_order=False; None where they are."""
+    """Batches delivered on each rank; None if all ranks have delivered the same ones, as they do unless in_order=False."""
     ranks, delivered = run.setup.ranks, sorted(run.course.delivered)
     if ranks is None:
         return None

@@ -1,4 +1,4 @@
-"""What a run tells of itself: events of its windows, what was found in its ledger, its summary and its report."""
+"""What a run reports: events of its windows, findings in its ledger, its summary and its report."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ def _mean_loss(run: Run) -> float | None:
     return float(ledger.last_loss[visited].mean(dtype=np.float64)) if visited.any() else None
 
 
-def picked_by_importance(plan: Plan, parts: int = 10) -> tuple[float, ...] | None:
-    """Share of the samples that is visited, by tenths of importance from the least on; None where all are alike."""
-    if plan.ranks is None or plan.all_alike:
+def picked_by_importance(plan: Plan) -> tuple[float, ...] | None:
+    """Share of the samples that is visited, in each tenth of importance, the least important first; None if all are alike."""
+    if plan.importance_of_all is None or plan.all_alike:
         return None
-    part = np.minimum((plan.ranks.astype(np.float32) * parts).astype(np.int64), parts - 1)
+    tenth = np.minimum((plan.importance_of_all.astype(np.float32) * 10).astype(np.int64), 9)
     visited = np.zeros(plan.population, dtype=bool)
     visited[plan.ids] = True
-    every = np.bincount(part, minlength=parts)
-    return tuple((np.bincount(part[visited], minlength=parts) / np.maximum(1, every)).round(4).tolist())
+    every = np.bincount(tenth, minlength=10)
+    return tuple((np.bincount(tenth[visited], minlength=10) / np.maximum(1, every)).round(4).tolist())
 
 
 def studied(run: Run) -> Study:
-    """What is found in the ledger as it is now; nothing is judged twice."""
+    """Findings in the ledger as it is now; an unchanged ledger is not examined twice."""
     copies, course = run.copying.found, run.course
     near = None if copies is None else (copies.group, copies.similarity)
     with run.voice.watch("findings"):
@@ -88,7 +88,7 @@ def emit_findings(run: Run) -> None:
 
 
 def summary(run: Run, *, local: bool) -> dict[str, Any]:
-    """What the run taught so far, as plain numbers; `local` = without asking other ranks."""
+    """What the run has learnt so far, as plain numbers; `local` = without asking other ranks."""
     if run.setup.ranks is None or not local:
         run.flush()
     setup, course, config = run.setup, run.course, run.planning.config
@@ -102,7 +102,7 @@ def summary(run: Run, *, local: bool) -> dict[str, Any]:
 
 
 def report(run: Run, classes: Sequence[str] | None, *, local: bool) -> str:
-    """The summary as text, classes called by their names, with what each part has to say; also written to the event log."""
+    """The summary as text, with the names of classes and the report of each part; also written to the event log."""
     from salience.report.text import render
 
     if run.setup.ranks is None or not local:

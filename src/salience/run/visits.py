@@ -1,4 +1,4 @@
-"""What a window says about the losses of its batches: whose they are, and what each weighs."""
+"""The delivered batches of a window: which of them losses belong to, and the weight of each loss."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from salience.run.part import Batch
 
 MAX_BATCHES_AHEAD = 32
-"""Batches that are searched first for the one that losses belong to."""
+"""Number of recent batches that are searched first for the one that losses belong to."""
 
 
 @dataclass(slots=True, eq=False)
 class Visits:
-    """The batches of one window that were delivered, as far as their losses are concerned."""
+    """The delivered batches of one window, and what is needed to handle their losses."""
 
     shard: Shard
     delivered: set[int]
@@ -36,11 +36,11 @@ class Visits:
     rows: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict[int, npt.NDArray[np.int64]])
     """Batch -> positions of its rows among its planned samples, where a collate function changed them."""
     reordered: bool = False
-    """True once a batch was delivered whose rows are in an order that is not known."""
+    """True once a batch was delivered whose rows are in an unknown order."""
     stand_ins: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     """Batch -> rows where another sample stands in for a broken one."""
     _latest: deque[int] = field(default_factory=functools.partial(deque[int], maxlen=MAX_BATCHES_AHEAD))
-    """The batches delivered last: a loss that comes with its ids is mostly of one of them."""
+    """Numbers of the most recent batches: losses that come with ids nearly always belong to one of them."""
     _weights: dict[torch.device, Tensor] = field(default_factory=dict[torch.device, Tensor])
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class Visits:
             self.stand_ins[batch.number] = [row for row, position in enumerate(at) if position in batch.broken]
 
     def find(self, ids: npt.NDArray[np.int64]) -> int | None:
-        """The delivered batch that has just these ids; None if there is none."""
+        """Number of the delivered batch with exactly these ids; None if there is none."""
         for number in self._latest:
             if np.array_equal(self.ids(number), ids):
                 return number
@@ -77,7 +77,7 @@ class Visits:
         return ids if rows is None else ids[rows]
 
     def first_views(self, batch: Batch) -> npt.NDArray[np.int64] | None:
-        """Rows to record, since several views of a sample count as one and a stand-in as none; None for all of them."""
+        """Rows to record: the first view of each sample, and no stand-ins. None = all rows."""
         stand_ins = self.stand_ins.get(batch.number)
         if self.no_doubles and not stand_ins:
             return None

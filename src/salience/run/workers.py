@@ -39,7 +39,7 @@ from salience.treat.dataset import StagedBatch, TreatCollate
 
 
 class WorkerSource:
-    """A DataLoader whose batch sampler is the plan, made anew when the number of workers changes."""
+    """A DataLoader whose batch sampler is the plan; replaced by a new one when its options change."""
 
     def __init__(
         self,
@@ -66,7 +66,6 @@ class WorkerSource:
         self.collate, self._collate = collate, self._whole_collate(collate)
         self._orders, self._generator = Orders(), torch.Generator()
         self.inner = self._make(self.options)
-        feeding.workers = self.num_workers
 
     def _whole_collate(self, collate: Callable[[Any], Any]) -> EnvelopeCollate:
         """The user's collate function with what stages or a Source add to it."""
@@ -77,13 +76,15 @@ class WorkerSource:
         return EnvelopeCollate(collate if self._feeding.source is None else FeedCollate(collate))
 
     def _make(self, options: dict[str, Any]) -> DataLoader[Any]:
-        return DataLoader(
+        made: DataLoader[Any] = DataLoader(
             self._data,
             batch_sampler=self._orders,  # pyright: ignore[reportArgumentType]
             collate_fn=self._collate,  # pyright: ignore[reportArgumentType]
             generator=self._generator,
             **options,
         )
+        self._feeding.workers = made.num_workers
+        return made
 
     # --- how many workers ---
 
@@ -108,7 +109,6 @@ class WorkerSource:
     def restart(self, workers: int) -> None:
         """Make batches with that many workers from the next window on."""
         self.inner = self._make({**self.options, "num_workers": workers})
-        self._feeding.workers = workers
 
     def change(self, name: str, value: Any) -> None:
         """Set an option of the DataLoader inside, or its collate function, from the next iter() on."""
@@ -119,7 +119,6 @@ class WorkerSource:
         options = self.options if name == "collate_fn" else {**self.options, name: value}
         self.inner = self._make(options)  # refuses what cannot be
         self.options.update(options)
-        self._feeding.workers = self.num_workers
 
     def option(self, name: str) -> Any:
         """An option as the user gave it."""
@@ -149,7 +148,7 @@ class WorkerSource:
         return Arrivals(self, iter(self.inner), shard.plan.window, self._feeding, self._watching)
 
     def peek(self, order: npt.NDArray[np.int64], size: int, seeds: torch.Tensor) -> Iterator[Any]:
-        """Batches of `size` of these ids, apart from the run: by workers of their own, past the cache, recorded nowhere."""
+        """Batches of `size` of these ids beside the run: by workers of their own, without the cache, and recorded nowhere."""
         orders = Orders()
         parts = np.split(order, range(size, len(order), size))
         orders.set(lambda number: Order(number, parts[number]), len(parts))
@@ -166,7 +165,7 @@ class WorkerSource:
             yield self.contents(batch)
 
     def batch(self, envelope: BatchEnvelope, window: int) -> Batch:
-        """What arrived, taken out of its envelopes."""
+        """The contents of an envelope as a Batch."""
         content, ids, work = envelope.batch, envelope.ids, envelope.work
         batch = Batch(window, envelope.number, ids, prints=envelope.prints, ticket=envelope.ticket)
         if isinstance(content, SourceBatch):
@@ -186,7 +185,7 @@ class WorkerSource:
         return batch
 
     def contents(self, batch: Batch) -> Any:
-        """What the loop receives: ids, which stay on the host, with or in the batch where they were asked for."""
+        """What the loop receives: the content, and if they were asked for the ids, which stay on the host."""
         if self._with_ids:
             return torch.from_numpy(batch.ids.copy()), batch.content
         if self._ids_key is not None:
@@ -201,7 +200,7 @@ class WorkerSource:
 
 
 class Arrivals(Iterator[Batch]):
-    """The batches of one window as they come, timed. A probe holds back the next ones and then releases them all at once."""
+    """The batches of one window as they arrive, timed. A probe holds back the next ones and then releases them all at once."""
 
     def __init__(
         self,
@@ -216,10 +215,10 @@ class Arrivals(Iterator[Batch]):
         feed = feeding.feed
         self._break_off = None if feed is None else functools.partial(feed.break_off, feed.serial)
         self._held: deque[Batch] = deque()
-        self._copying: Batch | None = None
+        self._next: Batch | None = None
         """The next batch, on its way to the device."""
         self._trouble: Exception | None = None
-        """What went wrong with a batch that comes after others that are here; raised after those."""
+        """An exception from a batch behind others that have arrived; raised when these are delivered."""
         self._lost = False
         """True once a worker process has died: torch would wait for its batches forever."""
 
@@ -254,10 +253,10 @@ class Arrivals(Iterator[Batch]):
                 moving.begin(batch)
                 moving.finish(batch)
         else:
-            batch = self._copying or self._from_worker()
+            batch = self._next or self._from_worker()
             if batch is None:
                 return None
-            if self._copying is None:
+            if self._next is None:
                 moving.begin(batch)
             self._copy_next()
             moving.finish(batch)
@@ -267,7 +266,7 @@ class Arrivals(Iterator[Batch]):
 
     def _copy_next(self) -> None:
         """Begin to copy the batch after the one that is delivered now."""
-        self._copying = None
+        self._next = None
         try:
             following = self._from_worker()
         except Exception as trouble:
@@ -276,7 +275,7 @@ class Arrivals(Iterator[Batch]):
         if following is not None:
             assert self._source.moving is not None
             self._source.moving.begin(following)
-            self._copying = following
+            self._next = following
 
     def _from_worker(self) -> Batch | None:
         """The next batch as it comes from the workers; None at the window's end."""
@@ -303,8 +302,8 @@ class Arrivals(Iterator[Batch]):
         return batch
 
     def close(self) -> None:
-        """Give up the rest; workers that wait for the cache are let go before they are ended."""
+        """Give up the remaining batches; workers that wait for the cache are released before they are ended."""
         break_off, self._break_off = self._break_off, None
         if break_off is not None:
             break_off()
-        self._batches = self._copying = None
+        self._batches = self._next = None

@@ -7,13 +7,10 @@ window; with short windows it costs more than good selection gains. Equal shapes
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 
-from salience.select.view import Bools, Floats, Ids
-
-Rng: TypeAlias = "np.random.Generator"  # quoted, so that numpy.random is loaded by whoever draws first
+from salience.select.view import Bools, Floats, Ids, Rng
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -122,8 +122,8 @@ def evenness(k: Labels, count: Labels, classes: int) -> float:
     return float(np.clip((total @ entropy) / (total @ most), 0, 1)) if total @ most > 0 else 1.0
 
 
-def surest(guess: npt.NDArray[np.int64], p: npt.NDArray[Any], share: float = SURE_SHARE) -> Bools:
-    """The `share` of the predictions of each class with the highest p, at least one per class, bool [n].
+def surest(guess: npt.NDArray[np.int64], p: npt.NDArray[Any]) -> Bools:
+    """The share SURE_SHARE of the predictions of each class with the highest p, at least one per class, bool [n].
 
     p has half precision, as in the ledger, so many values are equal, above all near 1: ties are broken at random. In the
     order on disk, in which classes are often sorted, labels of other classes would come first.
@@ -137,7 +137,7 @@ def surest(guess: npt.NDArray[np.int64], p: npt.NDArray[Any], share: float = SUR
     sizes = np.diff(np.append(first, len(ordered)))
     place = np.arange(len(ordered)) - np.repeat(first, sizes)
     mask = np.zeros(len(guess), dtype=bool)
-    mask[order[place < np.ceil(share * np.repeat(sizes, sizes))]] = True
+    mask[order[place < np.ceil(SURE_SHARE * np.repeat(sizes, sizes))]] = True
     return mask
 
 

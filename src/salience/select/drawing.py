@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import numpy as np
 
-from salience.select.view import Bools, Floats, Ids
-
-Rng: TypeAlias = "np.random.Generator"  # quoted, so that numpy.random is loaded by whoever draws first
+from salience.select.view import Bools, Floats, Ids, Rng
 
 
 def choose(rng: Rng, n: int, count: int) -> Ids:

@@ -97,7 +97,7 @@ class Mixture:
         )
 
 
-def mixture_of(families: Mapping[str, Any], *, experts: Sequence[str] = (ANCHOR,), seed: int = 0) -> Mixture:
+def mixture_of(families: Mapping[str, Any], *, experts: Sequence[str] = (ANCHOR,)) -> Mixture:
     """Weight the experts of each family (a ledger, or a view of one) by the other families, and families by new evidence."""
     for name in experts:
         if name not in EXPERTS:
@@ -110,7 +110,7 @@ def mixture_of(families: Mapping[str, Any], *, experts: Sequence[str] = (ANCHOR,
     n = len(next(iter(said.values())))
     some = np.arange(n)
     if n > MAX_SAMPLES_WEIGHED:
-        some = generator(seed, TIES, n).choice(n, MAX_SAMPLES_WEIGHED, replace=False)
+        some = generator(0, TIES, n).choice(n, MAX_SAMPLES_WEIGHED, replace=False)
     everyone = np.ones(n, dtype=bool)
     at = experts.index(anchor)
     opinion = {name: calibrated(np.exp(columns[:, at]), everyone, TYPICAL_RATE) for name, columns in said.items()}

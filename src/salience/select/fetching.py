@@ -7,7 +7,7 @@ of the plan: frozen, replayable, the same on all ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,8 @@ from salience.ledger.copies import places
 from salience.plan import Note
 from salience.select.codes import class_codes
 from salience.select.ranks import rank_normalise
-from salience.select.view import Bools, Floats, Ids, View
+from salience.select.view import Bools, Floats, Ids, Rng, View
 
-Rng: TypeAlias = "np.random.Generator"  # quoted, so that numpy.random is loaded by whoever draws first
 RESIDENT_FIRST_BATCHES = 8
 """Number of batches at the start of a window made of resident samples, while the others are being read."""
 

@@ -17,7 +17,7 @@ CELLS_PER_VECTOR = 4
 Found = tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]
 
 
-def nearest(vectors: npt.NDArray[np.float32], k: int, *, seed: int = 0) -> Found:
+def nearest(vectors: npt.NDArray[np.float32], k: int) -> Found:
     """Distances [n, k] to the k nearest others and their positions [n, k], nearest first; inf and -1 if there are fewer.
 
     The result is exact for up to MAX_VECTORS_FOR_ALL_PAIRS vectors. Beyond that, space is divided into 2 sqrt(n) cells, each
@@ -33,7 +33,7 @@ def nearest(vectors: npt.NDArray[np.float32], k: int, *, seed: int = 0) -> Found
     if n <= MAX_VECTORS_FOR_ALL_PAIRS:
         _compare(z, squares, torch.arange(n), best, where)
     else:
-        cell = _cells(z, int(2 * n**0.5), seed)
+        cell = _cells(z, int(2 * n**0.5))
         order = cell.T.reshape(-1).argsort(stable=True)
         sizes = torch.bincount(cell.reshape(-1)).tolist()
         for members in (order % n).split(sizes):
@@ -46,13 +46,13 @@ def comparisons(n: int) -> float:
     return float(n) if n <= MAX_VECTORS_FOR_ALL_PAIRS else 15 * n**0.5
 
 
-def _cells(z: Tensor, count: int, seed: int) -> Tensor:
+def _cells(z: Tensor, count: int) -> Tensor:
     """The CELLS_PER_VECTOR cells each vector is a member of, int64 [n, CELLS_PER_VECTOR].
 
     Centres are vectors drawn at random, each moved to the mean of those nearest to it (one step of k-means): a vector
     in the middle of others would be nearest to far too many.
     """
-    drawn = torch.randperm(len(z), generator=torch.Generator().manual_seed(seed))[:count]
+    drawn = torch.randperm(len(z), generator=torch.Generator().manual_seed(0))[:count]
     home = _nearest_centres(z, z[drawn], 1)[:, 0]
     total = torch.zeros(count, z.shape[1]).index_add_(0, home, z)
     means = total / torch.bincount(home, minlength=count).clamp_min(1)[:, None]

@@ -17,10 +17,10 @@ from salience.registry import find
 from salience.seeds import PLAN, generator
 from salience.select.batching import Batching, filled, members, trimmed
 from salience.select.drawing import choose_outside
-from salience.select.fetching import Rng, Stock, Swap, refresh_set, resident_first, swap, swap_note
+from salience.select.fetching import Stock, Swap, refresh_set, resident_first, swap, swap_note
 from salience.select.plugins import Plugin, plugin_of
 from salience.select.ranks import rank_normalise
-from salience.select.view import NO_REFERENCE, Bools, Candidates, Clock, Draw, Floats, Ids, Reference, View
+from salience.select.view import NO_REFERENCE, Bools, Candidates, Clock, Draw, Floats, Ids, Reference, Rng, View
 from salience.select.weights import loss_weights, robust_strength, scaled_weights
 from salience.stats import known_mean
 
@@ -83,6 +83,7 @@ class Pipeline:
         return self.config.fetch is None and all(plugin.card.exact for plugin in (*self.plugins, self.curve))
 
     def keep(self, clock: Clock) -> float:
+        """The share of the samples that the curve grants at this time; a static selection has one share for the whole run."""
         if self.config.mode == "static":
             if clock.window < self.config.scored_for:
                 return 1.0
@@ -144,8 +145,8 @@ class Pipeline:
             notes = (*notes, self._withdrawn(note) if unbiased else note)
         if sifted.factor is not None:
             weights = scaled_weights(weights, sifted.factor[ids])
-        up = last and not drop_last
-        if not up:
+        fills = last and not drop_last
+        if not fills:
             none = np.zeros(len(ids), dtype=bool)
             forced = none if sifted.forced is None else sifted.forced[ids]
             stay = trimmed(batch, forced, view.age[ids] > 1 if everything else none, rng)
@@ -158,13 +159,14 @@ class Pipeline:
         if stock is not None:
             order = resident_first(ids, stock.resident, batch)
             ids, weights = ids[order], weights[order]
-        if up:
+        if fills:
             ids, weights = filled(ids, weights, batch, rng)
         return Plan(
             window=window, population=ledger.n, batch_size=batch, drop_last=drop_last,
             ids=ids, weights=weights, importance=importance[ids], level=np.zeros(len(ids), dtype=np.uint8),
             lr_scale=(batch / batch_size) ** self.config.lr_power if batching.constant else 1.0,
-            ranks=importance.astype(np.float16), notes=notes, robust=robust_strength(self.config.robust, sifted.noise),
+            importance_of_all=importance.astype(np.float16), notes=notes,
+            robust=robust_strength(self.config.robust, sifted.noise),
         )  # fmt: skip
 
     def batching(self, batch_size: int, world: int, drop_last: bool) -> Batching:
@@ -312,7 +314,7 @@ class Pipeline:
         return chosen, weights, temper == 1, note
 
     def _sample(self, candidates: Candidates, budget: int, rng: Rng) -> Draw:
-        """The sampler's draw, and the exponent on its weights; None if there are no weights."""
+        """The sampler's draw, with `temper` filled in if its card says `unbiased`; a uniform draw if the sampler fails."""
         draw = self._ask(self.sampler, candidates, budget, rng)
         if draw is None:
             return replace(find("samplers", "uniform")(candidates, budget, rng), temper=1.0)

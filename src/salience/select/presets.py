@@ -13,12 +13,12 @@ def _use(name: str, **options: Any) -> Use:
     return Use(name=name, options=options)
 
 
-def _hardest(score: str, *, explore: float = 0.0, share: float = 0.4) -> SelectConfig:
-    """A preset of the share with the highest score; everything at both ends, as in `default`, so that only the rule differs."""
+def _hardest(score: str, *, explore: float = 0.0) -> SelectConfig:
+    """A preset of the samples with the highest scores. As in `default`, both ends keep everything: only the rule differs."""
     return SelectConfig(
         scores=(Use(name=score),),
         sampler=_use("ratio", explore=explore),
-        keep=_use("all_less_all", share=share, warmup=2, end=0.2),
+        keep=_use("all_less_all", share=0.4, warmup=2, end=0.2),
     )
 
 

@@ -98,7 +98,7 @@ class Steering:
         """Number of results in a row inside the band."""
         self._result: tuple[float, float] | None = None
 
-    def hear(self, metric: float, progress: float) -> None:
+    def evaluated(self, metric: float, progress: float) -> None:
         """Note a result; if there are several in one window, the last one counts."""
         self._result = (metric, progress)
 

@@ -6,7 +6,7 @@ import functools
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from salience.seeds import TIES, generator
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
+Rng: TypeAlias = "np.random.Generator"  # quoted, so that numpy.random is loaded by whoever draws first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

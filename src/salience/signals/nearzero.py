@@ -83,8 +83,8 @@ def near_zero(model: nn.Module, inputs: Tensor, targets: Tensor, *, tiny: float 
     )  # fmt: skip
 
 
-def learnt_loss(losses: Floats, shares: Floats, *, learnt: float = LEARNT) -> float | None:
-    """The largest loss at which a share of `learnt` or more of the gradient is near zero; None if there is none.
+def learnt_loss(losses: Floats, shares: Floats) -> float | None:
+    """The largest loss at which a share of LEARNT or more of the gradient is near zero; None if there is none.
 
     Shares fall with the loss except for chance, so they are replaced by the closest falling sequence (isotonic regression):
     fit_i = min over s <= i of max over t >= i of mean(share_s .. share_t), samples in the order of their losses.
@@ -97,7 +97,7 @@ def learnt_loss(losses: Floats, shares: Floats, *, learnt: float = LEARNT) -> fl
     means[last < first] = -np.inf
     best = np.maximum.accumulate(means[:, ::-1], axis=1)[:, ::-1]
     fit = np.diagonal(np.minimum.accumulate(np.where(last < first, np.inf, best), axis=0))
-    flat = np.flatnonzero(fit >= learnt)
+    flat = np.flatnonzero(fit >= LEARNT)
     return float(losses[order[flat[-1]]]) if len(flat) else None
 
 

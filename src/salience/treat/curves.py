@@ -71,7 +71,7 @@ class Adapting:
         self._wish = 0
         """+n or -n: the last n results asked for more, or for less."""
 
-    def hear(self, training: float, validation: float) -> str:
+    def evaluated(self, training: float, validation: float) -> str:
         """Take a pair of accuracies; returns why the amount changed, or nothing.
 
         A model that does better in training than in validation learns by heart, and harder views help. A model that does not,

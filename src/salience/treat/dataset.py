@@ -46,9 +46,10 @@ class Treatment(NamedTuple):
     """The adaptive strength, which follows the gap to validation."""
 
     @classmethod
-    def fresh(cls, count: int, window: int = 0) -> Treatment:
+    def fresh(cls, count: int) -> Treatment:
+        """Every stage is fresh, outside of any window."""
         zeros = np.zeros(count, dtype=np.int64)
-        return cls(window, zeros.astype(np.uint8), np.full(count, window, np.int32), zeros, np.ones(count, np.float32))
+        return cls(0, zeros.astype(np.uint8), zeros.astype(np.int32), zeros, np.ones(count, np.float32))
 
 
 class StageTimes:

@@ -16,7 +16,7 @@ from salience.feed.reads import Broken
 from salience.memory import Memory
 from salience.treat.dataset import Floats, StagedDataset
 from salience.treat.seeding import globals_state, own_globals, seed_globals
-from salience.treat.slots import Slots, stored_bytes, taken_apart
+from salience.treat.slots import Slots, pickled, stored_bytes
 from salience.treat.stages import joined, parts
 
 SAMPLES_TRIED, SAMPLES_RUN_TWICE = 8, 2
@@ -121,7 +121,7 @@ def _copied(value: Any) -> tuple[Any] | None:
 
 def _differ(a: Any, b: Any) -> bool:
     try:
-        (head, buffers), (other, others) = taken_apart(a), taken_apart(b)
+        (head, buffers), (other, others) = pickled(a), pickled(b)
     except Exception:  # what cannot be taken apart cannot be compared, nor kept
         return False
     same = head == other and len(buffers) == len(others)

@@ -18,8 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from salience.memory import Memory, fence, node_memory
-from salience.ranks import Ranks
+from salience.memory import Memory, fence
 
 SLOT_HEADER_BYTES = 32
 """Bytes in front of each slot: sample + 1, window, number of bytes, unused."""
@@ -43,7 +42,7 @@ class Slots:
     def put(self, slot: int, size: int, sample: int, window: int, value: Any) -> bool:
         """Store a value; False if it does not fit or cannot be pickled."""
         try:
-            head, buffers = taken_apart(value)
+            head, buffers = pickled(value)
         except Exception:  # whatever a user's object raises when it is pickled
             return False
         pieces = [np.frombuffer(head, dtype=np.uint8), *buffers]
@@ -99,11 +98,6 @@ def _laid_out(lengths: list[int]) -> tuple[list[int], int]:
     return starts, at
 
 
-def slots_of(ranks: Ranks | None, capacity: int) -> Slots:
-    """The slots of all ranks of this node."""
-    return Slots(node_memory(ranks, capacity))
-
-
 class _Pickler(pickle.Pickler):
     """Pickles tensors as arrays, many times faster than torch does, and pixels of PIL images out of band: two copies less."""
 
@@ -137,7 +131,7 @@ def _image(mode: str, size: tuple[int, int], info: Any, pixels: Any) -> Any:
     return image
 
 
-def taken_apart(value: Any) -> tuple[bytes, list[npt.NDArray[np.uint8]]]:
+def pickled(value: Any) -> tuple[bytes, list[npt.NDArray[np.uint8]]]:
     """Split an object into pickled bytes and the contents of its arrays, which are not copied."""
     buffers: list[pickle.PickleBuffer] = []
     out = io.BytesIO()
@@ -147,5 +141,5 @@ def taken_apart(value: Any) -> tuple[bytes, list[npt.NDArray[np.uint8]]]:
 
 def stored_bytes(value: Any) -> int:
     """Size in bytes of a slot for this intermediate."""
-    head, buffers = taken_apart(value)
+    head, buffers = pickled(value)
     return SLOT_HEADER_BYTES + _laid_out([len(head), *map(len, buffers)])[1]

@@ -13,6 +13,7 @@ import torch
 from salience.errors import ConfigError, DataError, StateError
 from salience.feed.sizes import memory_bytes
 from salience.ledger.copies import Copies
+from salience.memory import node_memory
 from salience.plan import FRESH, LEVEL_MASK, REUSED, STORED, VIEW_SHIFT, Plan, Shard
 from salience.ranks import Ranks
 from salience.seeds import AUGMENT, generator
@@ -22,7 +23,7 @@ from salience.treat.dataset import BatchReport, StagedDataset, StageTimes, Treat
 from salience.treat.echo import echo, echo_slots, views_needed, views_of
 from salience.treat.levels import ReuseTable, SplitPoint, assign_slots, choose_split, draw_factors
 from salience.treat.rehearsal import Rehearsal, rehearsed
-from salience.treat.slots import slots_of
+from salience.treat.slots import Slots
 from salience.treat.stages import Stage, takes
 
 
@@ -42,7 +43,7 @@ class Treating:
     ) -> None:
         """`windows` is the number in the whole run, if stages or the number of views change with progress."""
         self.config, self.stages = config, tuple(stages)
-        self.n, self._seed, self._workers, self._ranks = len(dataset), seed, workers, ranks
+        self.n, self._seed, self._workers, self.ranks = len(dataset), seed, workers, ranks
         self._windows = windows
         self.changes = any(stage.changes for stage in stages)
         """True if a stage changes with the run's progress."""
@@ -58,7 +59,7 @@ class Treating:
         memory = memory_bytes()
         if config.kind != "fresh" and memory is not None and config.bytes > memory:
             raise ConfigError(f"treat: memory is {config.bytes:,} bytes and this machine has {memory:,}; ask for less.")
-        slots = None if config.kind == "fresh" else slots_of(ranks, config.bytes)
+        slots = None if config.kind == "fresh" else Slots(node_memory(ranks, config.bytes))
         self.staged = StagedDataset(dataset, stages, seed=seed, strength=config.strength, slots=slots)
         self.split: SplitPoint | None = None
         self.kind = "fresh"
@@ -78,11 +79,6 @@ class Treating:
         self._visits, self._fresh = np.zeros((2, self.n), dtype=np.int32)
         """Visits of each sample, and those at which every stage was fresh."""
 
-    @property
-    def ranks(self) -> Ranks | None:
-        """The ranks of a distributed run."""
-        return self._ranks
-
     def begin(self, options: dict[str, Any]) -> tuple[list[str], dict[str, int]]:
         """Rehearse and choose the split, once per run; returns warnings, and counts of requests to a Source."""
         if self._found is not None:
@@ -92,16 +88,16 @@ class Treating:
             np.zeros(count + 1), np.zeros(count, np.int64), np.zeros(count), np.zeros(count + 1, bool), {}
         )
         trouble: Exception | None = None
-        if self._ranks is None or self._ranks.rank == 0:
+        if self.ranks is None or self.ranks.rank == 0:
             try:
                 found = rehearsed(self.staged, self._workers, options)
             except Exception as error:
-                if self._ranks is None:
+                if self.ranks is None:
                     raise
                 trouble = error
-        if self._ranks is not None:  # all ranks use the rehearsal of rank 0
-            self._ranks.agree(trouble, DataError("The stages failed in the rehearsal on rank 0; its message says how."))
-            numbers = np.array(self._ranks.broadcast([*found.seconds, *found.sizes, *found.keeping, *found.random]))
+        if self.ranks is not None:  # all ranks use the rehearsal of rank 0
+            self.ranks.agree(trouble, DataError("The stages failed in the rehearsal on rank 0; its message says how."))
+            numbers = np.array(self.ranks.broadcast([*found.seconds, *found.sizes, *found.keeping, *found.random]))
             seconds, sizes, keeping, random = np.split(numbers, [count + 1, 2 * count + 1, 3 * count + 1])
             found = Rehearsal(seconds, sizes.astype(np.int64), keeping, random.astype(bool), found.counts)
         return self._understand(found), found.counts
@@ -140,12 +136,15 @@ class Treating:
         self.split = SplitPoint(stages=k, size=size, slots=min(self.config.bytes // size, self.n))
         return said
 
-    def plan(self, plan: Plan, ranks: npt.NDArray[Any] | None, copies: Copies | None) -> Plan:
-        """The plan with treatment levels; with echo, the same number of visits to fewer samples."""
-        if ranks is not None and ranks.min() == ranks.max():
-            ranks = None
-        if self.config.strength and plan.ranks is None and ranks is not None:
-            plan = replace(plan, importance=ranks[plan.ids].astype(np.float32))
+    def plan(self, plan: Plan, importance: npt.NDArray[Any] | None, copies: Copies | None) -> Plan:
+        """The plan with treatment levels; with echo, the same number of visits to fewer samples.
+
+        `importance` is that of every sample, [n]; None = not known, or not needed.
+        """
+        if importance is not None and importance.min() == importance.max():
+            importance = None
+        if self.config.strength and plan.importance_of_all is None and importance is not None:
+            plan = replace(plan, importance=importance[plan.ids].astype(np.float32))
         self.kind, self.views = self._choice(self._progress(plan, 0))
         rng = generator(self._seed, AUGMENT, plan.window)
         if self.split is None or self.kind == "fresh":
@@ -158,7 +157,7 @@ class Treating:
             )
             return replace(plan, level=level)
         views = views_of(
-            None if ranks is None else ranks[plan.ids], _copies_left_out(plan, copies), self.views, len(plan)
+            None if importance is None else importance[plan.ids], _copies_left_out(plan, copies), self.views, len(plan)
         )
         apart = self.config.distance * plan.batch_size
         found = echo(views, self._turn[plan.ids], apart=apart, rng=rng)
@@ -196,15 +195,15 @@ class Treating:
             views = int(np.clip(round(float(views(progress))), 1, MOST_VIEWS))
         elif views == "auto":
             views = views_needed(saved, rest, compute)
-        if self._ranks is not None:
-            number, views = map(int, self._ranks.broadcast([KINDS.index(kind), views]))
+        if self.ranks is not None:
+            number, views = map(int, self.ranks.broadcast([KINDS.index(kind), views]))
             kind = KINDS[number]
         return kind, views if kind == "echo" else 1
 
     def unread(self, plan: Plan) -> npt.NDArray[np.bool_] | None:
         """Visits whose intermediate should be on this node, bool [visits]; None if there are none, or with several nodes, since
         each has only those it made."""
-        if self.split is None or self.kind == "fresh" or (self._ranks is not None and self._ranks.several_nodes):
+        if self.split is None or self.kind == "fresh" or (self.ranks is not None and self.ranks.several_nodes):
             return None
         return (plan.level & LEVEL_MASK) == REUSED
 
@@ -232,12 +231,12 @@ class Treating:
 
         return of
 
-    def took(self, seconds: float) -> None:
+    def count_compute(self, seconds: float) -> None:
         """Count the loop's own time for a batch."""
         self.compute[0] += seconds
         self.compute[1] += 1
 
-    def take(self, ids: npt.NDArray[np.int64], level: npt.NDArray[np.uint8], report: BatchReport) -> None:
+    def count(self, ids: npt.NDArray[np.int64], level: npt.NDArray[np.uint8], report: BatchReport) -> None:
         """Count what a worker reports about a batch."""
         np.add.at(self._visits, ids, 1)
         np.add.at(self._fresh, ids, (level & LEVEL_MASK) != REUSED)

@@ -83,11 +83,11 @@ class Steps:
         self.trying = False
         """True while `salience.sync` measures, or tries a mode."""
         self.knows_waits = False
-        """True once it was told of a wait for other ranks at the end of a backward pass."""
+        """True once `waited` was called: waits for other ranks are measured."""
         self._synced = 0.0
         self._sums, self._work = Counter[str](), Counter[str]()
         """Seconds since the last call of `spent`, without steps that a probe held back; `_work` by stage of the workers."""
-        self._asked = self._got = self._copied = self._lost = 0.0
+        self._asked = self._got = self._copied = self._loss_at = 0.0
         self._device: torch.device | None = None
         self._events: deque[tuple[Step, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._asked_event: torch.cuda.Event | None = None
@@ -99,8 +99,8 @@ class Steps:
             step = self.steps[-1]
             begin = max(self._got, self._copied)
             step.copy = begin - self._got
-            if self._lost > begin:
-                step.forward, step.backward = self._lost - begin, now - self._lost
+            if self._loss_at > begin:
+                step.forward, step.backward = self._loss_at - begin, now - self._loss_at
             else:
                 step.forward, step.backward = now - begin, 0.0
             step.sync, step.trying = min(self._synced, step.backward), self.trying
@@ -115,7 +115,7 @@ class Steps:
             self._asked_event = _event(self._device)
 
     def got(self, work: Mapping[str, float] | None = None, *, held: bool = False) -> None:
-        """The batch is here."""
+        """The batch has arrived."""
         self._got = time.perf_counter()
         step = Step(self._got - self._asked, work=work or {}, held=held)
         if self._device is not None and self._asked_event is not None:
@@ -128,21 +128,20 @@ class Steps:
         """The batch is on the device; an asynchronous copy takes no time on the host."""
         self._copied = time.perf_counter()
 
-    def on_loss(self, device: torch.device) -> float:
-        """`loss` was called, with losses on `device`. Returns the moment, by `time.perf_counter`."""
-        self._lost = time.perf_counter()
+    def on_loss(self, device: torch.device) -> None:
+        """`loss` was called, with losses on `device`."""
+        self._loss_at = time.perf_counter()
         self.losses = True
         if self._device is None and device.type == "cuda":
             self._device = device
-        return self._lost
 
     def synced(self, seconds: float, *, trying: bool) -> None:
-        """`salience.sync` held up the loop for this many seconds; `trying` as in `Step`."""
+        """`salience.sync` delayed the loop by this many seconds; `trying` as in `Step`."""
         self._synced += seconds
         self.trying = trying
 
     def waited(self, seconds: float) -> None:
-        """The backward pass was over, and DistributedDataParallel held the loop up for so long."""
+        """After the end of the backward pass, DistributedDataParallel delayed the loop by this many seconds."""
         self._synced += seconds
         self.knows_waits = True
 
@@ -154,7 +153,7 @@ class Steps:
 
     def pause(self) -> None:
         """The window is over: the time until the next batch is asked for belongs to no step."""
-        self._got = self._lost = 0.0
+        self._got = self._loss_at = 0.0
         self._asked_event = None
 
     def _settle(self) -> None:

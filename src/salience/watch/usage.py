@@ -1,4 +1,4 @@
-"""How busy the machine is: CPU, memory, disk, network and GPUs, over a stretch of a run."""
+"""How busy the machine is: CPU, memory, disk, network and GPUs, over a part of a run."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def time_wait(losses: Tensor, waited: Callable[[float], None]) -> None:
-    """Tell `waited` the seconds between the end of this rank's backward pass and that of its wait for other ranks."""
+    """Call `waited` with the seconds from the end of this rank's backward pass to the end of its wait for other ranks."""
     queue: Callable[[Callable[[], None]], None] = cast("Any", torch.autograd.Variable)._execution_engine.queue_callback
 
     def begins(gradient: Tensor) -> None:

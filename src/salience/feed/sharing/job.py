@@ -75,7 +75,7 @@ class JobFeed:
         ids = np.concatenate(batches) if batches else np.empty(0, dtype=np.int64)
         ends = np.cumsum([len(batch) for batch in batches], dtype=np.int64)
         group = hashlib.blake2b(ids.tobytes() + ends.tobytes(), digest_size=8).hexdigest()
-        worth = shard.plan.ranks
+        worth = shard.plan.importance_of_all
         importance = (
             np.empty(0, np.int64) if worth is None else np.round(worth.astype(np.float64) * 1e6).astype(np.int64)
         )
