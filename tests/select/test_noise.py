@@ -18,11 +18,13 @@ from salience.select.contradictions import calibrated, evenness, evidence, odds_
 from salience.select.noise import (
     DOUBT,
     DOUBT_BEFORE,
+    MIN_CLEAN_SLOPE,
     Judgement,
     fall,
     judge,
     margin,
     noise,
+    since_left_out,
     spared_classes,
 )
 from salience.select.weights import scaled_weights
@@ -249,6 +251,23 @@ def test_labels_left_out_stay_out_while_the_model_still_contradicts_them():
     said = verdict(ledger, window=10)
     assert (~said.keep)[wrong].mean() > 0.7
     assert "before they were left out" in said.reason
+
+
+LEFT_OUT = [
+    (0.5133, 0.3113, 0.0), (0.5141, 0.1969, 0.33), (0.4996, 0.2155, 0.12), (0.4839, 0.1803, 0.18), (0.4686, 0.1597, 0.14),
+    (0.4595, 0.1671, 0.12), (0.4471, 0.1730, 0.14), (0.4397, 0.1661, 0.15), (0.4301, 0.1797, 0.15), (0.4244, 0.1936, 0.17),
+]  # fmt: skip
+"""D, S and the share left out where 20% of the labels are wrong; four windows after the alarm S had fallen as D^3.4."""
+
+
+def test_one_window_in_which_contradictions_fall_fast_does_not_take_an_alarm_back():
+    ledger, _ = history(some(0.2))
+    fallen = []
+    for d, s, out in LEFT_OUT:
+        ledger.course.append((d, s, 2005.0, out))
+        fallen.append(since_left_out(ledger.course)[0])
+        assert out == 0 or judge(ledger).verdict == "wrong labels"
+    assert max(np.nan_to_num(fallen)) > MIN_CLEAN_SLOPE
 
 
 def test_it_waits_for_a_few_visits_and_leaves_out_only_from_its_start_on():

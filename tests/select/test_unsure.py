@@ -50,6 +50,14 @@ def test_the_cut_is_random_where_labels_are_wrong_or_no_trial_favours_hard_sampl
     assert drawn(noise, carried=carried) == pytest.approx(0.5, abs=0.05)
 
 
+def test_hard_samples_are_not_preferred_after_their_labels_were_called_wrong():
+    some = candidates(float("nan"))
+    some.view._ledger.course.append((0.4, 0.2, 2000.0, 0.15))
+    draw = unsure(some, N // 2, np.random.default_rng(1))
+    assert (draw.positions < N // 4).sum() / (N // 4) == pytest.approx(0.5, abs=0.05)
+    assert "called wrong before" in draw.note
+
+
 @pytest.mark.parametrize("carried", [0.9, 0.5])
 def test_samples_on_trial_rest_or_are_visited_as_drawn(carried):
     some = candidates(0.0, carried=carried)

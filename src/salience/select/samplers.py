@@ -94,8 +94,8 @@ def unsure(
 
     If hard samples that were left out for a window gained at least `carry` of what visited ones gained, the model learns hard
     samples along with the others: then p ~ max(score, floor)^power with loss weights p^-temper, half-way between unbiased
-    and hard-first. If they gained less, if no trial has shown anything yet, or if labels are wrong, samples are drawn at
-    random. If no filter judges the labels (without logits, say), hard samples are preferred with unbiased weights. Meant for
+    and hard-first. If they gained less, if no trial has shown anything yet, or if labels are (or were) called wrong, samples are
+    drawn at random. If no filter judges the labels (without logits, say), hard samples are preferred with unbiased weights. Meant for
     scores from 0 to 1, such as `unsureness`; a sample never seen counts as 1.
     """
     if not 0 < floor <= 1 or power < 0 or not 0 <= temper <= 1 or not 0 <= carry <= 1:
@@ -114,11 +114,12 @@ def unsure(
         rests, visited = np.zeros_like(rests), np.zeros_like(visited)  # too small a budget for a trial
     gained = carried(view.trial)
     free, left = np.flatnonzero(~rests & ~visited), budget - int(np.count_nonzero(visited))
-    if candidates.noise > 0 or not gained >= carry:
+    doubted = any(left_out > 0 for *_, left_out in view.course)
+    if candidates.noise > 0 or doubted or not gained >= carry:
         waited = (view.age[ids[free]] > 1).astype(np.float32)  # not in the last window: so that visits stay even
         drawn = top(waited + rng.random(len(free), dtype=np.float32), left, rng)
         positions = np.concatenate((np.flatnonzero(visited), free[drawn]))
-        return Draw(positions=positions, note=f"{_outcome(candidates.noise, gained)}: drawn at random")
+        return Draw(positions=positions, note=f"{_outcome(candidates.noise, gained, doubted=doubted)}: drawn at random")
     inclusion = visited.astype(np.float64)
     inclusion[free] = inclusion_probabilities(chance[free], left)
     positions = systematic(rng, inclusion)
@@ -126,10 +127,12 @@ def unsure(
     return Draw(positions=positions, inclusion=inclusion[positions].astype(np.float32), temper=temper, note=note)
 
 
-def _outcome(noise: float, gained: float) -> str:
+def _outcome(noise: float, gained: float, *, doubted: bool = False) -> str:
     """The outcome of trials of hard samples, in words."""
     if noise > 0:
         return "labels are wrong"
+    if doubted:
+        return "labels were called wrong before"
     if np.isnan(gained):
         return "no trial of hard samples has shown anything yet"
     return f"hard samples that rested gained {gained:.0%} of what others did"
