@@ -94,9 +94,9 @@ def unsure(
 
     If hard samples that were left out for a window gained at least `carry` of what visited ones gained, the model learns hard
     samples along with the others: then p ~ max(score, floor)^power with loss weights p^-temper, half-way between unbiased
-    and hard-first. If they gained less, if no trial has shown anything yet, or if labels are (or were) called wrong, samples are
-    drawn at random. If no filter judges the labels (without logits, say), hard samples are preferred with unbiased weights. Meant for
-    scores from 0 to 1, such as `unsureness`; a sample never seen counts as 1.
+    and hard-first. If they gained less, if no trial has shown anything yet, or if labels are or were called wrong, samples
+    are drawn at random. If no filter judges the labels (without logits, say), hard samples are preferred with unbiased
+    weights. Meant for scores from 0 to 1, such as `unsureness`; a sample never seen counts as 1.
     """
     if not 0 < floor <= 1 or power < 0 or not 0 <= temper <= 1 or not 0 <= carry <= 1:
         raise ConfigError(
