@@ -55,7 +55,7 @@ def test_a_rehearsal_works_on_a_part_of_a_large_model():
 
 
 def test_a_trial_ends_at_once_where_one_pair_leaves_no_doubt():
-    trial = Trial(mode="topk", options={}, length=8, without=[1.0])
+    trial = Trial(mode="topk", options={}, warm=4, timed=4, without=[1.0])
     assert trial.verdict is None, "nothing with the mode yet"
     trial.with_mode = [0.5]
     assert trial.verdict is True

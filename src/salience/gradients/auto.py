@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 SKIP, WATCH, PIECE, BLOCK, PAIRS, CHECK_EVERY = 3, 8, 3, 8, 3, 64
 """Steps ignored, watched, and with gradients in one piece; steps per block of a trial, maximum number of pairs of blocks, steps
 between two checks of the link."""
+LOCAL_WARM = 16
+"""Local steps that are not timed in a trial, at least: the first exchanges of a new thread are up to twelve times as slow as
+later ones (9.8 MB: 299, 141, 136, 43, 24 ms)."""
 SETTLED = SKIP + WATCH + PIECE
 """Steps after which a decision has been made."""
 EARLY, EARLY_WATCH, EARLY_PIECE, CLEAR = 4, 2, 1, 3.0
@@ -66,14 +69,20 @@ class Trial:
 
     mode: str
     options: dict[str, Any]
-    length: int
-    """Steps per block."""
+    warm: int
+    """First steps of a block with the mode that are not timed: buffers are new, and an exchange must be under way."""
+    timed: int
     on: bool = True
     block: list[float] = field(default_factory=list[float])
     without: list[float] = field(default_factory=list[float])
     with_mode: list[float] = field(default_factory=list[float])
     exchange: Exchange | None = None
     """The mode's exchange, kept so that residuals of one block are there in the next; local steps start again."""
+
+    @property
+    def over(self) -> bool:
+        """True if the block is complete."""
+        return len(self.block) >= (self.warm + self.timed if self.on else BLOCK)
 
     @property
     def gains(self) -> list[float]:
@@ -245,8 +254,8 @@ class Chooser:
             return
         self._tell("try", mode, predicted=speedup, reason=f"{shown}; {mode} is lossy, so validate the result")
         given = {"steps": costs.local_steps} if mode == "local" else {}
-        length = 2 * costs.local_steps if mode == "local" else BLOCK
-        self.trial = Trial(mode=mode, options=resolve(mode, given), length=length, without=[costs.plain])
+        warm, timed = (max(costs.local_steps, n) for n in (LOCAL_WARM, BLOCK)) if given else (BLOCK // 2, BLOCK // 2)
+        self.trial = Trial(mode=mode, options=resolve(mode, given), warm=warm, timed=timed, without=[costs.plain])
         self._turn(self.trial)
 
     def _say_bottleneck(self, step: float, sync: float, watched: int) -> None:
@@ -266,10 +275,11 @@ class Chooser:
     def _follow(self, trial: Trial, seconds: float) -> None:
         """A step of a trial was made."""
         trial.block.append(seconds)
-        if len(trial.block) < trial.length:
+        if not trial.over:
             return
-        # What a switch begins is over after half a block with the mode, after a step without it.
-        steady = trial.block[trial.length // 2 :] if trial.on else trial.block[1:]
+        steady = trial.block[
+            trial.warm if trial.on else 1 :
+        ]  # without the mode, what a switch begins is over after a step
         (mean,) = self._mean(statistics.fmean(steady))
         (trial.with_mode if trial.on else trial.without).append(mean)
         trial.block = []
