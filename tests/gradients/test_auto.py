@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from processes import digest, problem, run_ranks, wrapped
 
 import salience
-from salience.gradients.auto import EARLY, EARLY_PIECE, SETTLED, Trial
+from salience.gradients.auto import EARLY, SETTLED, Trial
 from salience.gradients.costs import Costs, NoLink, rehearse, share_of, some_gradients
 from salience.gradients.link import Link
 from salience.gradients.modes import MODES, resolve
@@ -148,7 +148,7 @@ def test_a_slow_link_makes_it_try_and_keep_and_a_fast_one_decide_again(tmp_path)
 
 def very_slow(rank: int) -> Any:
     _, steps, told = started(rank, 2e5)
-    steps(EARLY + EARLY_PIECE + 1)
+    steps(EARLY + 1)
     return told()
 
 
