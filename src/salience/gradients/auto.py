@@ -48,8 +48,8 @@ later ones (9.8 MB: 299, 141, 136, 43, 24 ms)."""
 SETTLED = SKIP + WATCH + PIECE
 """Steps after which a decision has been made."""
 EARLY, EARLY_WATCH, CLEAR = 3, 2, 3.0
-"""After `EARLY` steps the last `EARLY_WATCH` are looked at. If each would be `CLEAR` times as fast without its wait, that is about
-the time of the link, and a mode is chosen at once: where links are slow, steps of measuring are what `auto` costs."""
+"""After `EARLY` steps the last `EARLY_WATCH` are looked at. If each would be `CLEAR` times as fast without its wait, that is
+about the time of the link, and a mode is chosen at once: where links are slow, steps of measuring are what `auto` costs."""
 WORTH, KEEP, SURE, HOPELESS, CHANGED = 1.15, 1.02, 1.5, 1 / 1.1, 2.0
 """Speed-ups that are worth a trial, that keep a mode, that need no second pair of blocks, and that end a trial at once; change
 of the link after which everything starts again."""
