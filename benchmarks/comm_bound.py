@@ -151,12 +151,12 @@ def seconds_per_step(data: Data, job: dict[str, Any]) -> dict[str, Any]:
     for block in range(job["blocks"] + 1):
         for arm, found in zip(arms, times, strict=True):
             ahead = arm.options.get("steps", 1)
-            steps = max(job["local_steps"], 2 * ahead) if "steps" in arm.options else job["steps"]
+            steps = max(job["local_steps"], ahead) if "steps" in arm.options else job["steps"]
             for step in range(ahead):
                 arm.step(*data.batch(step, block))
             dist.barrier()
             start = time.perf_counter()
-            for step in range(steps):
+            for step in range(steps if block else 2):
                 arm.step(*data.batch(step, block))
             if block:  # the first warms up: buckets and connections
                 found.append((time.perf_counter() - start) / steps)
@@ -295,7 +295,7 @@ def run_cell(cell: str, quick: bool) -> Any:
         with network(int(what)):
             return launch(__file__, jobs, int(what), limit=7200)
     nodes, mbit = map(int, what.split("x"))
-    blocks = 2 if quick or nodes > 2 else 4
+    blocks = 2 if quick or nodes > 2 else 3
     job = {
         "job": "steps",
         "steps": 3 if quick or nodes > 2 else 6,

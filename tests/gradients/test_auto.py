@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from processes import digest, problem, run_ranks, wrapped
 
 import salience
-from salience.gradients.auto import EARLY, EARLY_PIECE, SETTLED, Trial
+from salience.gradients.auto import EARLY, SETTLED, Trial
 from salience.gradients.costs import Costs, NoLink, rehearse, share_of, some_gradients
 from salience.gradients.link import Link
 from salience.gradients.modes import MODES, resolve
@@ -55,7 +55,7 @@ def test_a_rehearsal_works_on_a_part_of_a_large_model():
 
 
 def test_a_trial_ends_at_once_where_one_pair_leaves_no_doubt():
-    trial = Trial(mode="topk", options={}, length=8, without=[1.0])
+    trial = Trial(mode="topk", options={}, warm=4, timed=4, without=[1.0])
     assert trial.verdict is None, "nothing with the mode yet"
     trial.with_mode = [0.5]
     assert trial.verdict is True
@@ -148,7 +148,7 @@ def test_a_slow_link_makes_it_try_and_keep_and_a_fast_one_decide_again(tmp_path)
 
 def very_slow(rank: int) -> Any:
     _, steps, told = started(rank, 2e5)
-    steps(EARLY + EARLY_PIECE + 1)
+    steps(EARLY + 1)
     return told()
 
 

@@ -2,10 +2,10 @@
 
     first       3 steps of plain all-reduce, ignored (DDP rearranges its buckets)
     then        8 steps of plain all-reduce, watched: how long a step takes, and how long it waits for gradients at its end. No
-                mode can save more than that wait; if it is too short to be worth it, nothing else is measured. Where steps
-                do little but wait, the third and the fourth of all are enough
-    then        3 steps (or 1) with gradients in one piece after the backward pass: how long the link takes, and the rest of a
-                step; the work of modes that could win is timed on a part of the model, and each gets a prediction
+                mode can save more than that wait; if it is too short to be worth it, nothing else is measured
+    then        3 steps with gradients in one piece after the backward pass: how long the link takes, and the rest of a step.
+                (Where steps do little but wait, the second and the third of all tell as much, and these and the 8 are left out)
+    then        the work of modes that could win is timed on a part of the model, and each gets a prediction
     then        a block of steps with the best one, if it promises enough; more blocks by turns where one leaves doubt
     from then   the wait at the end of steps (all-reduce), the time of an exchange (local steps) or of a message (other modes)
                 is looked at every 64 steps; if it stays half or twice as long, all of this starts again
@@ -42,11 +42,14 @@ if TYPE_CHECKING:
 SKIP, WATCH, PIECE, BLOCK, PAIRS, CHECK_EVERY = 3, 8, 3, 8, 3, 64
 """Steps ignored, watched, and with gradients in one piece; steps per block of a trial, maximum number of pairs of blocks, steps
 between two checks of the link."""
+LOCAL_WARM = 16
+"""Local steps that are not timed in a trial, at least: the first exchanges of a new thread are up to twelve times as slow as
+later ones (9.8 MB: 299, 141, 136, 43, 24 ms)."""
 SETTLED = SKIP + WATCH + PIECE
 """Steps after which a decision has been made."""
-EARLY, EARLY_WATCH, EARLY_PIECE, CLEAR = 4, 2, 1, 3.0
-"""After `EARLY` steps the last `EARLY_WATCH` are looked at. If each would be `CLEAR` times as fast without its wait, they are
-enough, and so is one step in one piece: where links are slow, steps of measuring are what `auto` costs."""
+EARLY, EARLY_WATCH, CLEAR = 3, 2, 3.0
+"""After `EARLY` steps the last `EARLY_WATCH` are looked at. If each would be `CLEAR` times as fast without its wait, that is
+about the time of the link, and a mode is chosen at once: where links are slow, steps of measuring are what `auto` costs."""
 WORTH, KEEP, SURE, HOPELESS, CHANGED = 1.15, 1.02, 1.5, 1 / 1.1, 2.0
 """Speed-ups that are worth a trial, that keep a mode, that need no second pair of blocks, and that end a trial at once; change
 of the link after which everything starts again."""
@@ -66,14 +69,20 @@ class Trial:
 
     mode: str
     options: dict[str, Any]
-    length: int
-    """Steps per block."""
+    warm: int
+    """First steps of a block with the mode that are not timed: buffers are new, and an exchange must be under way."""
+    timed: int
     on: bool = True
     block: list[float] = field(default_factory=list[float])
     without: list[float] = field(default_factory=list[float])
     with_mode: list[float] = field(default_factory=list[float])
     exchange: Exchange | None = None
     """The mode's exchange, kept so that residuals of one block are there in the next; local steps start again."""
+
+    @property
+    def over(self) -> bool:
+        """True if the block is complete."""
+        return len(self.block) >= (self.warm + self.timed if self.on else BLOCK)
 
     @property
     def gains(self) -> list[float]:
@@ -114,8 +123,8 @@ class Chooser:
     def _restart(self) -> None:
         self.handle.switch("allreduce", {})
         self.adopted, self.trial, self._step = "", None, 0
-        self._decide_at, self._pieces = 0, 0
-        """The step after which a mode is chosen (0 until steps were watched), and the steps in one piece before it."""
+        self._decide_at = 0
+        """The step after which a mode is chosen, while gradients travel in one piece until then; otherwise 0."""
         self._seconds.clear()
         self._pace: float | None = None
         """Seconds of a wait, an exchange or a message when the mode was chosen; None if the next look sets it."""
@@ -134,10 +143,10 @@ class Chooser:
             self._follow(self.trial, seconds)
         elif self._step == EARLY:
             self._watched_early()
-        elif self._step == SKIP + WATCH and not self._decide_at:
+        elif self._step == SKIP + WATCH:
             self._watched()
         elif self._step == self._decide_at:
-            self._decide()
+            self._decide(PIECE)
         elif self._step > SETTLED and (self._step - SETTLED) % self._patience == 0:
             self._look()
         self._since = time.perf_counter()
@@ -193,20 +202,18 @@ class Chooser:
         return seconds.mean(0), waits.amin(0)
 
     def _watched_early(self) -> None:
-        """Measure on at once if the first steps leave no doubt that they wait for the link; otherwise watch more of them."""
+        """Choose at once if the first steps leave no doubt that they wait for the link; otherwise watch more of them."""
         seconds, waits = self._waits(EARLY_WATCH)
         if bool((seconds >= CLEAR * (seconds - waits)).all()):
-            self._measure(seconds.median().item(), waits.median().item(), EARLY_WATCH, EARLY_PIECE)
+            self._pace, self._step_seconds = waits.median().item(), seconds.median().item()
+            self._say_bottleneck(self._step_seconds, self._pace, EARLY_WATCH)
+            self._decide(EARLY_WATCH)
 
     def _watched(self) -> None:
         """Continue measuring if steps wait long enough for gradients; otherwise stay with all-reduce."""
         step, wait = (one.median().item() for one in self._waits())
-        self._measure(step, wait, WATCH, PIECE)
-
-    def _measure(self, step: float, wait: float, watched: int, pieces: int) -> None:
-        """Say what steps wait for, and time `pieces` steps in one piece if that may be worth it."""
         self._pace = wait
-        self._say_bottleneck(step, wait, watched)
+        self._say_bottleneck(step, wait, WATCH)
         ceiling = step / max(step - wait, 1e-9)
         if ceiling < WORTH:
             self._step = SETTLED
@@ -214,15 +221,15 @@ class Chooser:
             self._tell("skip", "allreduce", predicted=ceiling, reason=f"{shown}; no mode can gain {WORTH:g}x")
             return
         self._step_seconds = step
-        self._decide_at, self._pieces = self._step + pieces, pieces
+        self._decide_at = SETTLED
         if self.handle.links.nodes is None:
             self.handle.traffic.exchange = Whole(self.handle.links.main, overlap=False)
 
-    def _decide(self) -> None:
-        """Predict what each mode would make of a step, and try the best if it promises enough."""
-        traffic, pieces = self.handle.traffic, self._pieces
-        self._step = SETTLED
-        seconds, waits, busy = list(self._seconds)[-pieces:], traffic.waits(pieces), traffic.busy(pieces)
+    def _decide(self, count: int) -> None:
+        """From the last `count` steps, predict what each mode would make of a step, and try the best if it promises enough."""
+        traffic = self.handle.traffic
+        self._step, self._decide_at = SETTLED, 0
+        seconds, waits, busy = list(self._seconds)[-count:], traffic.waits(count), traffic.busy(count)
         self.handle.switch("allreduce", {})
         parameters = [p for p in self.handle.ddp.parameters() if p.requires_grad]
         step, exchange, busy = self._mean(*map(statistics.median, (seconds, waits, busy)))
@@ -245,8 +252,8 @@ class Chooser:
             return
         self._tell("try", mode, predicted=speedup, reason=f"{shown}; {mode} is lossy, so validate the result")
         given = {"steps": costs.local_steps} if mode == "local" else {}
-        length = 2 * costs.local_steps if mode == "local" else BLOCK
-        self.trial = Trial(mode=mode, options=resolve(mode, given), length=length, without=[costs.plain])
+        warm, timed = (max(costs.local_steps, n) for n in (LOCAL_WARM, BLOCK)) if given else (BLOCK // 2, BLOCK // 2)
+        self.trial = Trial(mode=mode, options=resolve(mode, given), warm=warm, timed=timed, without=[costs.plain])
         self._turn(self.trial)
 
     def _say_bottleneck(self, step: float, sync: float, watched: int) -> None:
@@ -266,10 +273,11 @@ class Chooser:
     def _follow(self, trial: Trial, seconds: float) -> None:
         """A step of a trial was made."""
         trial.block.append(seconds)
-        if len(trial.block) < trial.length:
+        if not trial.over:
             return
-        # What a switch begins is over after half a block with the mode, after a step without it.
-        steady = trial.block[trial.length // 2 :] if trial.on else trial.block[1:]
+        steady = trial.block[
+            trial.warm if trial.on else 1 :
+        ]  # without the mode, what a switch begins is over after a step
         (mean,) = self._mean(statistics.fmean(steady))
         (trial.with_mode if trial.on else trial.without).append(mean)
         trial.block = []
