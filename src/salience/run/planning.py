@@ -21,7 +21,7 @@ from salience.run.selection import Fixed, Select, at_mean_share, described, of_s
 from salience.seeds import EVEN, PEEK, WORKERS, generator, torch_seed
 from salience.select import Clock, Pipeline
 from salience.select.batching import members
-from salience.select.fetching import Stock
+from salience.select.fetching import Stock, resident_first
 from salience.select.noise import contradictions
 from salience.select.steering import KEEP_SHARES, Paths, Steering, read_histories
 from salience.select.trial import advance
@@ -103,23 +103,13 @@ class Planning(Part):
         """The plan of `window`, the same on every rank."""
         setup = self._setup
         if self.pipeline is not None:
-            assert setup.epochs is not None
             self.pipeline.reference = reference
-            if self.fixed is not None and (plan := self.fixed.plan(window)) is not None:
-                return plan
-            epoch, piece = divmod(window, setup.pieces)
-            opinions = () if self.fixed is None else self.fixed.opinions
-            plan = self.pipeline.plan(
-                merge(opinions) if opinions else ledger, window=epoch, windows=setup.epochs, piece=piece, pieces=setup.pieces,
-                batch_size=setup.global_batch, world=setup.world, seed=setup.seed, drop_last=setup.drop_last,
-                steered=self._share, copies=copies, stock=stock, opinions=opinions, learnt_loss=learnt_loss, jury=jury,
-            )  # fmt: skip
-            self._check_known(ledger, plan)
-            if self.fixed is not None:
-                self.fixed.choose(plan, scored=bool(self.pipeline.scores))
-            short = setup.drop_last and len(plan) < plan.batch_size  # nothing would be left of it
-            if self._even or short:
-                plan = of_steps(plan, 1 if short else self.expected(window).steps, generator(setup.seed, EVEN, window))
+            plan = None if self.fixed is None else self.fixed.plan(window)
+            if plan is None:
+                known = {"copies": copies, "stock": stock, "learnt_loss": learnt_loss, "jury": jury}
+                plan = self._chosen(self.pipeline, ledger, window, known)
+            if stock is not None:
+                plan = resident_first(plan, stock.resident)
         elif isinstance(self.config, Trace):
             plan = self.config.read(window)
         else:
@@ -133,6 +123,24 @@ class Planning(Part):
                 ids=ids, weights=ones, importance=ones.copy(), level=np.zeros(len(ids), dtype=np.uint8),
             )  # fmt: skip
         self._left_out = sum(note.dropped for note in plan.notes if note.name == "noise") / setup.n
+        return plan
+
+    def _chosen(self, pipeline: Pipeline, ledger: Ledger, window: int, known: Mapping[str, Any]) -> Plan:
+        """What the pipeline selects for `window`, given what is `known`; a static selection keeps it from then on."""
+        setup = self._setup
+        epoch, piece = divmod(window, setup.pieces)
+        opinions = () if self.fixed is None else self.fixed.opinions
+        plan = pipeline.plan(
+            merge(opinions) if opinions else ledger, window=epoch, windows=setup.epochs or 1, piece=piece, pieces=setup.pieces,
+            batch_size=setup.global_batch, world=setup.world, seed=setup.seed, drop_last=setup.drop_last,
+            steered=self._share, opinions=opinions, **known,
+        )  # fmt: skip
+        self._check_known(ledger, plan)
+        if self.fixed is not None:
+            self.fixed.choose(plan, scored=bool(pipeline.scores))
+        short = setup.drop_last and len(plan) < plan.batch_size  # nothing would be left of it
+        if self._even or short:
+            return of_steps(plan, 1 if short else self.expected(window).steps, generator(setup.seed, EVEN, window))
         return plan
 
     def report(self) -> str:

@@ -57,10 +57,7 @@ def of_steps(plan: Plan, steps: int, rng: np.random.Generator) -> Plan:
         return plan
     more = rng.choice(len(plan), max(0, wanted - len(plan)), replace=wanted > 2 * len(plan))
     chosen = np.concatenate((np.arange(min(len(plan), wanted)), more))
-    return replace(
-        plan,
-        ids=plan.ids[chosen], weights=plan.weights[chosen], importance=plan.importance[chosen], level=plan.level[chosen],
-    )  # fmt: skip
+    return plan.taken(chosen)
 
 
 class Fixed:
@@ -90,10 +87,7 @@ class Fixed:
             name="static", dropped=chosen.population - len(chosen), forced=0,
             reason=f"one fixed subset of {len(chosen):,} samples, chosen in window {chosen.window}",
         )  # fmt: skip
-        return replace(
-            chosen, window=window, ids=chosen.ids[order], weights=chosen.weights[order],
-            importance=chosen.importance[order], level=np.zeros(len(chosen), dtype=np.uint8), notes=(fixed,),
-        )  # fmt: skip
+        return chosen.taken(order, window=window, notes=(fixed,))
 
     def choose(self, plan: Plan, *, scored: bool) -> None:
         """Keep the samples of `plan` for the rest of the run, if it is time to."""
