@@ -17,7 +17,16 @@ from salience.ledger.copies import Copies
 from salience.plan import Plan, Shard, Trace
 from salience.run.order import Drawn, PlainOrder
 from salience.run.part import Part, Setup, Voice
-from salience.run.selection import Fixed, Select, at_mean_share, described, of_steps, resolve
+from salience.run.selection import (
+    Fixed,
+    Select,
+    at_mean_share,
+    check_length,
+    described,
+    of_steps,
+    pace_over_steps,
+    resolve,
+)
 from salience.seeds import EVEN, PEEK, WORKERS, generator, torch_seed
 from salience.select import Clock, Pipeline
 from salience.select.batching import members
@@ -59,8 +68,7 @@ class Planning(Part):
             self.config = at_mean_share(self.config, setup.epochs or 1)
         elif even and self.config is not None:
             raise ConfigError("even=True cannot change the plans of a trace; leave one of them out.")
-        if setup.epochs is None and self.config is not None:
-            raise ConfigError("select needs epochs=: the number of passes you will make, so that it can pace itself.")
+        check_length(setup, self.config, even=even)
         self._setup, self._voice, self._has_baseline = setup, voice, baseline is not None
         self.picks = self.config.pick if isinstance(self.config, SelectConfig) else 1.0
         """Share of a batch that `loss` itself picks."""
@@ -81,6 +89,7 @@ class Planning(Part):
         """The plain order of the epoch in progress."""
         if isinstance(self.config, SelectConfig):
             self.pipeline = self._pipeline(self.config)
+            pace_over_steps(setup, lambda window: self.expected(window).steps)
             self.fixed = Fixed(self.config, setup, even=even) if self.config.mode == "static" else None
             self._steering = self._make_steering(baseline)
         elif isinstance(self.config, Trace):
@@ -146,7 +155,7 @@ class Planning(Part):
     def report(self) -> str:
         if self.pipeline is None:
             return ""
-        visits = self.total_visits if self.pipeline.exact else None
+        visits = self.total_visits if self.pipeline.exact and self._setup.steps is None else None
         return described(self.fixed, visits, self._setup.n * (self._setup.epochs or 0))
 
     def _check_known(self, ledger: Ledger, plan: Plan) -> None:
@@ -234,8 +243,7 @@ class Planning(Part):
         window = window % setup.pieces if self._even else window
         size = self._size(window)
         if self.pipeline is None:
-            whole, tail = divmod(size, setup.global_batch)
-            return Expected(size, whole + (not setup.drop_last and tail >= setup.world))
+            return Expected(size, setup.steps_in(size))
         batching = self.pipeline.batching(setup.global_batch, setup.world, setup.drop_last)
         granted, last = self._granted(window), window + 1 == setup.windows
         shrunk = batching.batch(granted, size) / setup.global_batch if batching.constant else 1.0
@@ -260,6 +268,8 @@ class Planning(Part):
     @property
     def total_steps(self) -> int | None:
         """Batches of the whole run on each rank, or None where a plug-in decides as it goes."""
+        if self._setup.steps is not None:
+            return self._setup.steps
         exact = self.pipeline is None or self.pipeline.exact or self._even
         if self._setup.windows is None or not exact:
             return None
@@ -268,14 +278,18 @@ class Planning(Part):
     @property
     def total_visits(self) -> int | None:
         """Visits of the whole run before its first window is planned; None without `epochs`."""
+        if self._setup.steps is not None:
+            return self._setup.steps * self._setup.global_batch
         return None if self._setup.windows is None else sum(self._visits_from(0))
 
-    def visits_after(self, window: int, visits: int) -> int | None:
-        """Visits to expect after `window`, which makes `visits`; None without `epochs`.
+    def visits_after(self, window: int, visits: int, steps: int | None = None) -> int | None:
+        """Visits to expect after `window`, which makes `visits`; None without `epochs`. `steps` are left if these are counted.
 
         They are what the curve grants, at least `visits` per window if this one made more, at most `visits` if it made fewer:
         a sampler or filter that departs from the curve in one window will do so in the next.
         """
+        if steps is not None:
+            return max(0, steps) * self._setup.global_batch
         if self._setup.windows is None:
             return None
         granted, later = self.expected(window).visits, self._visits_from(window + 1)
