@@ -151,7 +151,7 @@ def seconds_per_step(data: Data, job: dict[str, Any]) -> dict[str, Any]:
     for block in range(job["blocks"] + 1):
         for arm, found in zip(arms, times, strict=True):
             ahead = arm.options.get("steps", 1)
-            steps = max(job["local_steps"], ahead) if "steps" in arm.options else job["steps"]
+            steps = max(job["local_steps"], ahead) if "steps" in arm.options or arm.name == "noop" else job["steps"]
             for step in range(ahead):
                 arm.step(*data.batch(step, block))
             dist.barrier()
