@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from salience.config import SelectConfig
 from salience.errors import LossError, MissingExtra, StateError
 from salience.events import EventLog
 from salience.ledger import Ledger
@@ -21,6 +22,7 @@ from salience.run.iterating import BatchIterator
 from salience.run.losses import Targets
 from salience.run.sensing import MakeScorer
 from salience.run.state import resume, saved
+from salience.select.presets import preset_name
 from salience.signals.ghost import Extent
 from salience.signals.jury import Juror
 from salience.watch import Steps, Stopwatch
@@ -345,8 +347,9 @@ class Door:
     def _page(self, names: SampleNames = None, classes: Names = None) -> str:
         from salience.report.html import live_page
 
-        names, classes = self._sample_names(names), self._class_names(classes)
-        return live_page(self._run.events, name="this run", names=names, classes=classes)
+        names, classes, config = self._sample_names(names), self._class_names(classes), self._run.planning.config
+        preset = preset_name(config.to_dict()) if isinstance(config, SelectConfig) else ""
+        return live_page(self._run.events, name="this run", names=names, classes=classes, preset=preset)
 
     def _sample_names(self, given: SampleNames) -> SampleNames:
         source = None if self._run.feeding is None else self._run.feeding.source

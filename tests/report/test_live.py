@@ -74,6 +74,9 @@ def test_windows_shorter_than_an_epoch_are_called_windows_and_counted_as_parts_o
     assert "The model trained for 4 epochs on 300 samples" in page
     assert f"selection made {loader.visits} visits instead of 1,200 ({1 - loader.visits / 1200:.0%} fewer)" in page
     assert "Seconds per window" in page
+    assert "select uniform" in page
+    named = salience.Loader(problem, 10, epochs=4, select="uniform")
+    assert "select uniform" in html.unescape(named._repr_html_())
     assert "has not finished" not in page
 
 

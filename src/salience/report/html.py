@@ -102,11 +102,13 @@ def comparison_page(comparison: Comparison) -> str:
     )  # fmt: skip
 
 
-def live_page(events: EventLog, *, name: str, names: SampleNames = None, classes: Names = None) -> str:
+def live_page(
+    events: EventLog, *, name: str, names: SampleNames = None, classes: Names = None, preset: str = ""
+) -> str:  # fmt: skip
     """The page of a run in progress, from its log if it has one, otherwise from the last events in memory."""
     path = events.path
     log = Log(events=tuple(events.recent)) if path is None or not path.exists() else read_log(path)
-    story = story_of(log, name=name, classes=classes)
+    story = story_of(log, name=name, classes=classes, preset=preset)
     if names is None:
         return page(story)
     return page(replace(story, files={i: words.sample_name(i, names) for i in shown(story)}))
