@@ -28,7 +28,9 @@ class Copying(Part):
     def __init__(
         self, setup: Setup, voice: Voice, pipeline: Pipeline | None, embeddings: npt.ArrayLike | None = None
     ) -> None:
-        self._setup, self._voice = setup, voice
+        self._setup, self._voice, self._pipeline = setup, voice, pipeline
+        self.given = embeddings is not None
+        """True if the user gave embeddings, one per sample."""
         self.search = self._make(pipeline, embeddings)
         """None if no plug-in needs copies and none are wanted for the report."""
 
@@ -47,12 +49,19 @@ class Copying(Part):
     def in_use(self) -> bool:
         return self.search is not None
 
+    def grow(self) -> None:
+        """The data set has grown: begin the search anew."""
+        if self.search is not None:
+            self.search = self._make(self._pipeline, None) or CopySearch(self._setup.n)
+
     def offer(self, pipeline: Pipeline) -> None:
         """Prepare for a selection that may be switched on: it may need copies."""
         self.search = self.search or self._make(pipeline, None)
 
     def want_features(self, *, observing: bool) -> Embeddings | None:
         """A model was attached: where its features go on this rank; None = nowhere."""
+        if self._setup.stream:
+            return None
         if observing and self.search is None:
             self.search = CopySearch(self._setup.n)  # near-copies are found for the report
         if self.search is None or self._setup.rank > 0:

@@ -100,7 +100,7 @@ class BatchIterator(Iterator[Any]):
             other.let_go()
         run.iterator = weakref.ref(self)
         self._arriving = run.open(goes_on=goes_on, drawn=self._drawn)
-        self._ends = (run.course.window + 1) % run.setup.pieces == 0
+        self._ends = run.ends_epoch
         self._drawn = run.planning.order.drawn if run.redraws else None
 
     def _next_window(self) -> None:
