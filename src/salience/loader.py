@@ -27,6 +27,7 @@ from salience.feed.sharing.shared import SharedFeed
 from salience.feed.sizes import memory_bytes
 from salience.feed.source import Source
 from salience.ledger import Ledger
+from salience.ledger.copies import Copies
 from salience.ledger.keys import Keys
 from salience.report.sinks import Sink
 from salience.run import Run
@@ -110,7 +111,8 @@ class Loader(Door, Generic[T]):
     the data set may grow at its end between two epochs.
 
     `quality` is a number per sample, high = good, as an array or the name of a column: in the first half of the run everything
-    may be visited, in the second half the better half; the filter `quality` in `select` may say otherwise.
+    may be visited, in the second half the better half; the filter `quality` in `select` may say otherwise. `copies` are
+    near-duplicates found before the run, as `salience.select.duplicates.near_duplicates(texts)` finds them.
 
     A stream (an `IterableDataset`, a streaming data set of Hugging Face, a WebDataset pipeline, anything that can be iterated
     over anew) is read `window` samples at a time, which are planned among themselves; a `for` loop is one pass. Its `keys` are
@@ -151,6 +153,7 @@ class Loader(Door, Generic[T]):
         lengths: npt.ArrayLike | str | None = None,
         keys: KeysGiven = None,
         quality: npt.ArrayLike | str | None = None,
+        copies: Copies | None = None,
         **dataloader: Any,
     ) -> None:
         shared = dataset if isinstance(dataset, SharedFeed) else None
@@ -178,6 +181,7 @@ class Loader(Door, Generic[T]):
                 "augment": augment, "treat": treat, "generator": generator, "reference": reference, "baseline": baseline,
                 "embeddings": embeddings, "auto": auto, "balance": balance, "costs": costs, "even": even, "trace": trace,
                 "batch_tokens": batch_tokens, "lengths": lengths, "quality": quality,
+                "copies": copies,
             })  # fmt: skip
         sizes = None if stream else lengths_for(dataset, batch_tokens, lengths, batch_size=batch_size, treat=treat)
         named = Keys() if stream else None if keys is None else Keys.of(keys_of(dataset, keys))
@@ -186,7 +190,7 @@ class Loader(Door, Generic[T]):
             seed=seed, drop_last=drop_last, window=None if stream else window, stream=stream, keys=named,
             generator=generator, shuffle=shuffle is not False, even=even, ledger=ledger,
             reference=reference, baseline=baseline, embeddings=embeddings, trace=trace, log=log, sinks=sinks, strict=strict,
-            balance=balance, costs=costs, lengths=sizes, batch_tokens=batch_tokens,
+            balance=balance, costs=costs, lengths=sizes, batch_tokens=batch_tokens, copies=copies,
             quality=None if quality is None else quality_of(dataset, quality), alike={"auto": str(auto)},
         )  # fmt: skip
         chooser = None

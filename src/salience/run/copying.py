@@ -26,9 +26,17 @@ class Copying(Part):
     name = "copying"
 
     def __init__(
-        self, setup: Setup, voice: Voice, pipeline: Pipeline | None, embeddings: npt.ArrayLike | None = None
+        self,
+        setup: Setup,
+        voice: Voice,
+        pipeline: Pipeline | None,
+        embeddings: npt.ArrayLike | None = None,
+        known: Copies | None = None,
     ) -> None:
-        self._setup, self._voice, self._pipeline = setup, voice, pipeline
+        """`known` are copies that the user found before the run."""
+        if known is not None and len(known.group) != setup.n:
+            raise ConfigError(f"copies= is about {len(known.group)} samples, and the data set has {setup.n}.")
+        self._setup, self._voice, self._pipeline, self.known = setup, voice, pipeline, known
         self.given = embeddings is not None
         """True if the user gave embeddings, one per sample."""
         self.search = self._make(pipeline, embeddings)
@@ -36,14 +44,14 @@ class Copying(Part):
 
     def _make(self, pipeline: Pipeline | None, embeddings: npt.ArrayLike | None) -> CopySearch | None:
         uses = [] if pipeline is None else [p for p in pipeline.plugins if "copies" in p.card.needs]
-        if not uses and embeddings is None:
+        if not uses and embeddings is None and self.known is None:
             return None
         if not uses and pipeline is not None:
             raise ConfigError(
-                "embeddings= are for plug-ins that need copies; select has none, add the filter 'redundancy'."
+                "embeddings= and copies= are for plug-ins that need copies; select has none, add the filter 'redundancy'."
             )
         options = {name: uses[0].options[name] for name in SEARCH_OPTIONS if uses and name in uses[0].options}
-        return CopySearch(self._setup.n, given=embeddings, **options)
+        return CopySearch(self._setup.n, given=embeddings, known=self.known, **options)
 
     @property
     def in_use(self) -> bool:

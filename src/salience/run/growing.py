@@ -55,6 +55,7 @@ def _check(run: Run, n: int) -> None:
         "reference= has one opinion per sample": sensing.given is not None,
         "a proxy or a jury is attached": sensing.proxy is not None or sensing.jury is not None,
         "a scorer runs in the background": sensing.scorer is not None,
+        "copies= is about its samples": run.copying.known is not None,
         "embeddings= has one vector per sample": run.copying.given,
         "quality= has one number per sample": planning.pipeline is not None and planning.pipeline.quality is not None,
         "the subset is fixed": planning.fixed is not None,

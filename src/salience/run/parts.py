@@ -12,6 +12,7 @@ from salience._version import __version__
 from salience.config import SelectConfig
 from salience.events import EventLog
 from salience.ledger import Ledger
+from salience.ledger.copies import Copies
 from salience.ledger.keys import Keys
 from salience.plan import Trace
 from salience.ranks import current_ranks
@@ -65,6 +66,7 @@ class Parts:
         keys: Keys | None = None,
         stream: bool = False,
         quality: Quality | None = None,
+        copies: Copies | None = None,
         alike: Mapping[str, Any] | None = None,
     ) -> None:
         """`alike` are more settings that must be the same on all ranks."""
@@ -89,7 +91,7 @@ class Parts:
             check_options(self.planning, even=even, drop_last=drop_last, divides=balance or costs is not None)
             self.by_length = ByLength(self.setup, self.voice, lengths, batch_tokens)
         self.recording = Recording(self.setup, self.voice, ledger, keys)
-        self.copying = Copying(self.setup, self.voice, None if stream else self.planning.pipeline, embeddings)
+        self.copying = Copying(self.setup, self.voice, None if stream else self.planning.pipeline, embeddings, copies)
         given = None if reference is None else reference_of(reference, n)
         if given is not None and self.planning.config == PRESETS["fine_pruning"]:
             self.voice.warn(
