@@ -5,9 +5,9 @@ Documents of 20 to 40 words are made up; a tenth of them are near-copies (one or
 shingles by `update_batch`, and its LSH index at the same threshold), on `--peer` of the documents. Embeddings need a model;
 they are not compared.
 
-`documents_per_second`, `speedup` over the peer, `recall` of planted copies with true similarity of at least 0.8, `wrong`
-(copies of nothing that were given a group), and the largest memory of the process. It would embarrass us if the peer were faster
-or found more.
+`documents_per_second`, `speedup` over the peer, `recall` of planted copies of true similarity from 0.8 on, `wrong`
+(copies of nothing that were given a group), and the largest memory of the process. It would embarrass us if the peer were
+faster or found more.
 """
 
 from __future__ import annotations
