@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -90,11 +89,6 @@ class Planning(Part):
         elif isinstance(self.config, Trace):
             self.config.check(setup.n, setup.windows)
 
-    @property
-    def replays(self) -> bool:
-        """True if plans come from a trace."""
-        return isinstance(self.config, Trace)
-
     # --- one window ---
 
     def plan(
@@ -120,7 +114,7 @@ class Planning(Part):
             opinions = () if self.fixed is None else self.fixed.opinions
             plan = self.pipeline.plan(
                 merge(opinions) if opinions else ledger, window=epoch, windows=setup.epochs, piece=piece, pieces=setup.pieces,
-                batch_size=setup.global_batch, world=self._world, seed=setup.seed, drop_last=setup.drop_last,
+                batch_size=setup.global_batch, world=setup.plan_world, seed=setup.seed, drop_last=setup.drop_last,
                 steered=self._share, copies=copies, stock=stock, opinions=opinions, learnt_loss=learnt_loss, jury=jury,
             )  # fmt: skip
             self._check_known(ledger, plan)
@@ -236,23 +230,13 @@ class Planning(Part):
         size = self._size(window)
         if self.pipeline is None:
             whole, tail = divmod(size, setup.global_batch)
-            return Expected(size, self._in_steps(size, whole + (not setup.drop_last and tail >= setup.world)))
-        batching = self.pipeline.batching(setup.global_batch, self._world, setup.drop_last)
+            return Expected(size, self._setup.in_steps(size, whole + (not setup.drop_last and tail >= setup.world)))
+        batching = self.pipeline.batching(setup.global_batch, self._setup.plan_world, setup.drop_last)
         granted, last = self._granted(window), window + 1 == setup.windows
         shrunk = batching.batch(granted, size) / setup.global_batch if batching.constant else 1.0
         visits = batching.visits(granted, size, last=last)
-        steps = self._in_steps(visits, batching.steps(granted, size, last=last))
+        steps = self._setup.in_steps(visits, batching.steps(granted, size, last=last))
         return Expected(visits, steps, shrunk**self.pipeline.config.lr_power)
-
-    @property
-    def _world(self) -> int:
-        """Ranks that a step of the plan is divided among; where steps are cut by length, they are cut afterwards."""
-        return self._setup.world if self._setup.mean_batch is None else 1
-
-    def _in_steps(self, visits: int, steps: int) -> int:
-        """`steps`, or where batches are measured in tokens, about how many these visits make."""
-        mean = self._setup.mean_batch
-        return steps if mean is None else max(1, math.ceil(visits / (mean * self._setup.world)))
 
     def _size(self, window: int) -> int:
         """Samples among which a window chooses."""
