@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from salience.config import SelectConfig
 from salience.errors import ConfigError
@@ -36,6 +36,8 @@ READING = (
 def is_stream(dataset: Any) -> bool:
     """True for an IterableDataset, and for anything else that can be iterated over and not indexed."""
     kind = type(dataset)
+    if isinstance(dataset, DataLoader):  # which is refused: its own workers and batches are in the way
+        return False
     return isinstance(dataset, IterableDataset) or (hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"))
 
 
