@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic
 
@@ -22,7 +21,6 @@ from salience.door import Door
 from salience.errors import ConfigError, DataError, did_you_mean
 from salience.events import EventLog
 from salience.feed.dataset import SourceDataset
-from salience.feed.options import READING_OPTIONS, ReadingOptions
 from salience.feed.sharing.shared import SharedFeed
 from salience.feed.sizes import memory_bytes
 from salience.feed.source import Source
@@ -39,7 +37,7 @@ from salience.run.iterating import BatchIterator
 from salience.run.lengths import lengths_of
 from salience.run.moving import Moving
 from salience.run.naming import KeysGiven, keys_of
-from salience.run.opening import check_stream, is_stream, lengths_for, open_stream
+from salience.run.opening import check_stream, is_stream, lengths_for, open_stream, shared_stages, with_reading
 from salience.run.order import Generators
 from salience.run.part import Setup
 from salience.run.parts import Parts
@@ -159,7 +157,7 @@ class Loader(Door, Generic[T]):
         **dataloader: Any,
     ) -> None:
         shared = dataset if isinstance(dataset, SharedFeed) else None
-        dataset, reading = _with_reading(dataset, dataloader)
+        dataset, reading = with_reading(dataset, dataloader)
         _check_arguments(batch_size, dataloader)
         if with_ids and ids_key is not None:
             raise ConfigError(f"with_ids=True and ids_key={ids_key!r} are two ways to deliver ids; choose one.")
@@ -171,7 +169,7 @@ class Loader(Door, Generic[T]):
         if augment is not None or treat is not None:
             stages = as_stages(() if augment is None else augment)
             if shared is not None:
-                reading, stages = _shared_stages(reading, stages)
+                reading, stages = shared_stages(reading, stages)
             elif reading.decode is not None:
                 stages = Stage(reading.decode, random=False, name="decode"), *stages
             check_picklable(stages, dataloader)
@@ -339,37 +337,6 @@ class Loader(Door, Generic[T]):
         raise AttributeError(
             f"A Loader has no attribute {name!r}.{did_you_mean(name, (known for known in dir(type(self)) if known[0] != '_'))}"
         )
-
-
-def _with_reading(dataset: Any, options: dict[str, Any]) -> tuple[Any, ReadingOptions]:
-    """The data set, and how it is read. Options of a Source that were given to the Loader are passed on to it."""
-    given = {name: options.pop(name) for name in READING_OPTIONS if name in options}
-    if isinstance(dataset, SharedFeed):
-        elsewhere = sorted({*given} - {"decode", "max_broken"})
-        if elsewhere:
-            raise ConfigError(f"{elsewhere[0]}= is an option of the feed that jobs share; give it to the SharedFeed.")
-        dataset = dataset.source
-    if isinstance(dataset, Source):
-        dataset = dataset.using(**given) if given else dataset
-        return dataset, dataset.reading
-    name = type(dataset).__name__
-    if given.get("decode") is not None:
-        raise ConfigError(f"decode= is for a salience.Source; a {name} decodes by itself.")
-    if any(given.get(tier) is not None for tier in ("cache", "disk", "redis")):
-        raise ConfigError(f"cache=, disk= and redis= are for a salience.Source, not for a {name}.")
-    broken = {"max_broken": given["max_broken"]} if "max_broken" in given else {}
-    return dataset, ReadingOptions(**broken).checked(np.empty(0, dtype=np.int64))
-
-
-def _shared_stages(reading: ReadingOptions, stages: tuple[Stage, ...]) -> tuple[ReadingOptions, tuple[Stage, ...]]:
-    """What jobs of a feed share (decode, and the stages before the first random one), and each job's own stages."""
-    own = next((k for k, stage in enumerate(stages) if stage.random is not False), len(stages))
-    calls = tuple(stage.call for stage in stages[:own])
-    if calls:
-        from salience.feed.sharing.signature import InTurn
-
-        reading = replace(reading, decode=InTurn((reading.decode, *calls) if reading.decode is not None else calls))
-    return reading, stages[own:]
 
 
 def _device(given: torch.device | str) -> torch.device:

@@ -409,6 +409,11 @@ def test_bad_input_is_one_sentence(stream, options, error, said):
         list(make(stream, **options))
 
 
+def test_a_dataloader_of_a_stream_is_refused():
+    with pytest.raises(DataError, match="pass what it reads"):
+        salience.Loader(DataLoader(Stream(range(9)), 3), 3)
+
+
 def test_what_a_stream_does_not_have_is_said():
     loader = make(Stream(range(50)))
     with pytest.raises(TypeError, match="A stream has no length"):

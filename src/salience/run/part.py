@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -118,6 +119,15 @@ class Setup:
             short_tail=self.n % batch > 0 and not self.drop_last,
             windows=None if self.epochs is None else self.epochs * pieces,
         )  # fmt: skip
+
+    @property
+    def plan_world(self) -> int:
+        """Ranks that a step of the plan is divided among; where batches are measured in tokens, they are cut afterwards."""
+        return self.world if self.mean_batch is None else 1
+
+    def in_steps(self, visits: int, steps: int) -> int:
+        """`steps`, or where batches are measured in tokens, about how many these visits make."""
+        return steps if self.mean_batch is None else max(1, math.ceil(visits / (self.mean_batch * self.world)))
 
     def grow(self, n: int) -> None:
         """The data set has `n` samples now."""

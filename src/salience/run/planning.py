@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -99,11 +98,6 @@ class Planning(Part):
         elif isinstance(self.config, Trace):
             self.config.check(setup.n, setup.windows)
 
-    @property
-    def replays(self) -> bool:
-        """True if plans come from a trace."""
-        return isinstance(self.config, Trace)
-
     # --- one window ---
 
     def plan(
@@ -150,7 +144,7 @@ class Planning(Part):
         opinions = () if self.fixed is None else self.fixed.opinions
         plan = pipeline.plan(
             merge(opinions) if opinions else ledger, window=epoch, windows=setup.epochs or 1, piece=piece, pieces=setup.pieces,
-            batch_size=setup.global_batch, world=self._world, seed=setup.seed, drop_last=setup.drop_last,
+            batch_size=setup.global_batch, world=setup.plan_world, seed=setup.seed, drop_last=setup.drop_last,
             steered=self._share, opinions=opinions, **known,
         )  # fmt: skip
         self._check_known(ledger, plan)
@@ -252,23 +246,13 @@ class Planning(Part):
         window = window % setup.pieces if self._even else window
         size = self._size(window)
         if self.pipeline is None:
-            return Expected(size, self._in_steps(size, setup.steps_in(size)))
-        batching = self.pipeline.batching(setup.global_batch, self._world, setup.drop_last)
+            return Expected(size, setup.in_steps(size, setup.steps_in(size)))
+        batching = self.pipeline.batching(setup.global_batch, setup.plan_world, setup.drop_last)
         granted, last = self._granted(window), window + 1 == setup.windows
         shrunk = batching.batch(granted, size) / setup.global_batch if batching.constant else 1.0
         visits = batching.visits(granted, size, last=last)
-        steps = self._in_steps(visits, batching.steps(granted, size, last=last))
+        steps = self._setup.in_steps(visits, batching.steps(granted, size, last=last))
         return Expected(visits, steps, shrunk**self.pipeline.config.lr_power)
-
-    @property
-    def _world(self) -> int:
-        """Ranks that a step of the plan is divided among; where steps are cut by length, they are cut afterwards."""
-        return self._setup.world if self._setup.mean_batch is None else 1
-
-    def _in_steps(self, visits: int, steps: int) -> int:
-        """`steps`, or where batches are measured in tokens, about how many these visits make."""
-        mean = self._setup.mean_batch
-        return steps if mean is None else max(1, math.ceil(visits / (mean * self._setup.world)))
 
     def _size(self, window: int) -> int:
         """Samples among which a window chooses."""

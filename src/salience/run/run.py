@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from salience.errors import ConfigError, LossError, PluginError, StateError
 from salience.ledger import Ledger
 from salience.plan import Shard
-from salience.ranks import Ranks, started_late
+from salience.ranks import started_late
 from salience.run import telling
+from salience.run.agreeing import check_equal
 from salience.run.course import Course
 from salience.run.deciding import Deciding
 from salience.run.feeding import Feeding
@@ -124,7 +123,8 @@ class Run:
                 self.planning.order.take(drawn, workers=source.has_workers)
             shard = self._plan(worker_seed)
             left = course.steps_left and course.steps_left - len(shard)
-            course.begin(shard, self._visits_after(len(shard.plan), left))
+            later = self.planning if self.streaming is None else self.streaming
+            course.begin(shard, later.visits_after(course.window, len(shard.plan), left))
             telling.warn_of_plan(self, shard.plan)
             self.events.emit(telling.window_planned(self, shard.plan))
         elif self.redraws and (drawn is None or source.has_workers):
@@ -141,12 +141,8 @@ class Run:
     @property
     def plain(self) -> bool:
         """True if orders are those of a plain DataLoader, drawn when it would; a rank of several could do so alone."""
-        return (
-            self.planning.config is None
-            and self.staging is None
-            and self.setup.ranks is None
-            and self.streaming is None
-        )
+        alone = self.setup.ranks is None and not self.setup.stream
+        return self.planning.config is None and self.staging is None and alone
 
     @property
     def ends_epoch(self) -> bool:
@@ -217,11 +213,9 @@ class Run:
 
     def _plan(self, worker_seed: bool) -> Shard:
         """Plan the window that comes next; this rank's part of the plan."""
-        if self.streaming is not None:
-            self.streaming.fill()
         with self.voice.watch("plan"):
             if self.streaming is not None:
-                plan = self.streaming.plan(self.planning, self.recording.ledger, self.course.window)
+                plan = self.streaming.plan(self.recording.ledger, self.course.window)
             else:
                 plan = self.planning.plan(
                     self.recording.ledger, self.course.window, reference=self.sensing.reference, copies=self.copying.found,
@@ -242,27 +236,10 @@ class Run:
         setup, divider = self.setup, self.by_length or self.balancing
         shard = plan.shard(setup.rank, setup.world) if divider is None else divider.divide(plan)
         if setup.ranks is not None:
-            self.check_equal(shard, setup.ranks)
+            check_equal(shard, setup.ranks)
         if self.trace is not None and setup.rank == 0:
             self.trace.write(shard.plan)
         return shard
-
-    def _visits_after(self, visits: int, steps: int | None) -> int | None:
-        if self.streaming is not None:
-            return self.streaming.visits_after(self.planning)
-        return self.planning.visits_after(self.course.window, visits, steps)
-
-    def check_equal(self, shard: Shard, ranks: Ranks) -> None:
-        """Every rank has made the plan for itself: stop all ranks if the plans, or how they are divided, differ."""
-        plan, digest = shard.plan, 0
-        for part in (plan.ids, plan.weights, shard.cuts):
-            digest = zlib.crc32(np.ascontiguousarray(part).tobytes(), digest)
-        found = [ours for (ours,) in ranks.gather_objects([digest])]
-        if len(set(found)) > 1:
-            raise StateError(
-                f"The ranks made different plans for window {plan.window} (checksums {found}); give every rank the same data "
-                "set, seed, select, salience version and, to resume from, state."
-            )
 
     def flush(self) -> None:
         """Enter what was recorded into the ledger; collective where there are several ranks."""
