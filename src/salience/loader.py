@@ -122,6 +122,7 @@ class Loader(Door, Generic[T]):
         self,
         dataset: Any,
         batch_size: int = 1,
+        shuffle: bool | None = True,
         *,
         epochs: int | None = None,
         steps: int | None = None,
@@ -131,7 +132,6 @@ class Loader(Door, Generic[T]):
         ids_key: str | None = None,
         device: torch.device | str | None = None,
         even: bool = False,
-        shuffle: bool | None = True,
         drop_last: bool = False,
         window: int | str | None = None,
         collate_fn: Any = None,
@@ -161,7 +161,8 @@ class Loader(Door, Generic[T]):
         _check_arguments(batch_size, dataloader)
         if with_ids and ids_key is not None:
             raise ConfigError(f"with_ids=True and ids_key={ids_key!r} are two ways to deliver ids; choose one.")
-        if shuffle is False and select is not None:
+        in_order = shuffle is not None and not shuffle  # DataLoader forwards None as its default, and takes 0 for False
+        if in_order and select is not None:
             raise ConfigError(
                 "shuffle=False observes in the order of the data set, and select= plans its own; leave one out."
             )
@@ -188,7 +189,7 @@ class Loader(Door, Generic[T]):
         parts = Parts(
             1 if stream else _length(dataset), batch_size=batch_size, epochs=None if stream else epochs, steps=steps,
             select=select, seed=seed, drop_last=drop_last, window=None if stream else window, stream=stream, keys=named,
-            generator=generator, shuffle=shuffle is not False, even=even, ledger=ledger,
+            generator=generator, shuffle=not in_order, even=even, ledger=ledger,
             reference=reference, baseline=baseline, embeddings=embeddings, trace=trace, log=log, sinks=sinks, strict=strict,
             balance=balance, costs=costs, lengths=sizes, batch_tokens=batch_tokens, copies=copies,
             quality=None if quality is None else quality_of(dataset, quality), alike={"auto": str(auto)},

@@ -234,6 +234,8 @@ def test_workers_may_read_the_stream():
     assert loader.ledger.keys.rows([7]).tolist() == np.flatnonzero(loader.ledger.last_loss == 7).tolist()
 
 
+# PyTorch raises for a killed worker wherever the main process happens to be, in a destructor as well.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_worker_that_dies_is_one_sentence_and_nothing_delivered_is_lost():
     class Mortal(Stream):
         mortal = True

@@ -202,6 +202,11 @@ class BatchSource(Protocol):
         """True if worker processes, and with them their seeds, are kept from window to window."""
         ...
 
+    @property
+    def ahead(self) -> int:
+        """Batches that may be ready before they are asked for."""
+        ...
+
     def start(self, shard: Shard, done: frozenset[int]) -> Iterator[Batch]:
         """The batches of `shard` but for those in `done`; an exception from one of them does not end it."""
         ...

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from salience.errors import ConfigError, LossError, PluginError, StateError
+from salience.errors import ConfigError, LossError, PluginError
 from salience.ledger import Ledger
 from salience.plan import Shard
 from salience.ranks import started_late
@@ -128,15 +128,26 @@ class Run:
             telling.warn_of_plan(self, shard.plan)
             self.events.emit(telling.window_planned(self, shard.plan))
         elif self.redraws and (drawn is None or source.has_workers):
-            self.planning.order.unused(drawn, workers=source.has_workers)
+            self.planning.order.again(drawn)
             course.replace(self._plan(worker_seed if drawn is None else drawn.worker_seed))
-        shard, done = course.shard, frozenset(course.delivered)
+        return self._start()
+
+    def begin(self) -> Iterator[Batch] | None:
+        """The first batch of the window is asked for. Its batches, if they are others than those that `open` returned."""
+        if not (self.redraws and self.course.pending and self.planning.order.begin()):
+            return None
+        self.course.replace(self._plan(worker_seed=False))
+        return self._start()
+
+    def _start(self) -> Iterator[Batch]:
+        """Every part opens the window, and its batches begin to be made."""
+        shard, done = self.course.shard, frozenset(self.course.delivered)
         assert shard is not None
         if self.feeding is not None and self.staging is not None:
             self.feeding.unread = self.staging.treating.unread(shard.plan)
         for open_window in self._of_parts["open"]:
             open_window(shard, done)
-        return source.start(shard, done)
+        return self.source.start(shard, done)
 
     @property
     def plain(self) -> bool:
@@ -167,19 +178,6 @@ class Run:
         """The loop asks for the next batch."""
         for take_back in self._of_parts["take_back"]:
             take_back(batch)
-
-    def peek(self, before: Drawn | None) -> Iterator[Any]:
-        """Batches that do not count, in an order of their own: the one drawn `before`, at iter(), if there is one."""
-        setup = self.setup
-        if self.streaming is not None:
-            raise StateError("A stream is read by one iterator at a time; let go of the other one first (del it).")
-        drawn = self.planning.peek(before, workers=self.source.has_workers)
-        order = drawn.ids[setup.rank :: setup.world]
-        if setup.drop_last:
-            order = order[: len(order) // setup.rank_batch * setup.rank_batch]
-        if len(order):
-            yield from self.source.peek(order, setup.rank_batch, drawn.state)
-        drawn.finish()  # a plain shuffle draws once more at its end
 
     def close(self) -> None:
         """Close the open window: delivered to its end, or broken off."""
