@@ -9,6 +9,7 @@ sensing     what the attached model says besides losses
 probing     which gradients are near zero, at marks of accuracy
 watching    where the time goes
 balancing   which part of a batch each rank takes, if ranks differ in speed
+sharing     what this job learns, for other jobs over the same data
 feeding     bytes of a Source, its cache, broken samples
 staging     stages of augmentation (the work itself is in `salience.treat.treating`)
 deciding    what `auto` changes between two windows

@@ -10,8 +10,10 @@ import numpy.typing as npt
 
 from salience._version import __version__
 from salience.config import SelectConfig
+from salience.errors import ConfigError
 from salience.events import EventLog
 from salience.ledger import Ledger
+from salience.ledger.sharing import Board
 from salience.plan import Trace
 from salience.ranks import current_ranks
 from salience.report.sinks import Sink
@@ -24,6 +26,7 @@ from salience.run.probing import Probing
 from salience.run.recording import Recording
 from salience.run.selection import Select
 from salience.run.sensing import Sensing
+from salience.run.sharing import Sharing
 from salience.run.watching import Watching, open_sinks
 from salience.select.presets import PRESETS
 from salience.select.reference import Opinion, reference_of
@@ -46,7 +49,7 @@ class Parts:
         generator: Generators,
         shuffle: bool = True,
         even: bool = False,
-        ledger: Ledger | str | Path | None,
+        ledger: Ledger | Board | str | Path | None,
         reference: Opinion | Sequence[Opinion] | None,
         baseline: Paths | None,
         embeddings: npt.ArrayLike | None,
@@ -68,12 +71,24 @@ class Parts:
         self.trace = None if trace is None else Trace(trace)
         open_sinks(self.setup, self.voice, sinks)
         self.watching = Watching(several_ranks=self.setup.world > 1)
+        board = ledger if isinstance(ledger, Board) else None
+        if board is not None and self.setup.ranks is not None:
+            raise ConfigError(
+                "A shared ledger is for jobs of one process each, and this one has several ranks, which share theirs already: "
+                "leave out ledger=, or give it the ledger of another run."
+            )
+        known = None if board is None else board.begin()
+        start = ledger if known is None else known.ledger
         self.planning = Planning(
-            self.setup, select, self.voice, baseline=baseline, even=even,
+            self.setup, select, self.voice, baseline=baseline, even=even, knows=known is not None and start is not None,
             order=PlainOrder(n, generator, seed=seed, shuffle=shuffle),
         )  # fmt: skip
         self._check_alike(balance=balance, costs=costs is not None, **(alike or {}))
-        self.recording = Recording(self.setup, self.voice, ledger)
+        self.recording = Recording(self.setup, self.voice, start)
+        self.sharing: Sharing | None = None
+        """This job's end of a ledger that several jobs share."""
+        if board is not None and known is not None:
+            self.sharing = Sharing(self.voice, board, known, self.recording.ledger)
         self.copying = Copying(self.setup, self.voice, self.planning.pipeline, embeddings)
         given = None if reference is None else reference_of(reference, n)
         if given is not None and self.planning.config == PRESETS["fine_pruning"]:

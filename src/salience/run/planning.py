@@ -53,7 +53,9 @@ class Planning(Part):
         baseline: Paths | None = None,
         order: PlainOrder | None = None,
         even: bool = False,
+        knows: bool = False,
     ) -> None:
+        """`knows`: the ledger starts with what other jobs learnt about these samples, so that there is no warm-up."""
         self.config, self._even = resolve(select), even
         if even and isinstance(self.config, SelectConfig):
             self.config = at_mean_share(self.config, setup.epochs or 1)
@@ -81,6 +83,7 @@ class Planning(Part):
         """The plain order of the epoch in progress."""
         if isinstance(self.config, SelectConfig):
             self.pipeline = self._pipeline(self.config)
+            self.pipeline.set_warmup(not knows or even)
             self.fixed = Fixed(self.config, setup, even=even) if self.config.mode == "static" else None
             self._steering = self._make_steering(baseline)
         elif isinstance(self.config, Trace):
@@ -376,6 +379,7 @@ class Planning(Part):
             "steering": None if self._steering is None else self._steering.state_dict(),
             "switched_off": sorted(known.off) if known else [],
             "left_out": self._left_out,
+            "warmup": known is None or known.warmup,
             "subset": None if self.fixed is None else self.fixed.state_dict(),
         }
 
@@ -385,6 +389,7 @@ class Planning(Part):
         self._shuffled = self.order.load_state_dict(state["shuffle"], in_window=inside)
         if (known := self._known_pipeline) is not None:
             known.off = set(state["switched_off"])
+            known.set_warmup(bool(state.get("warmup", True)))
         if self._steering is not None:
             self._steering.load_state_dict(state["steering"])
         self._left_out = float(state["left_out"])

@@ -27,6 +27,7 @@ def run_started(run: Run) -> RunStarted:
         salience=__version__, torch=torch.__version__, population=setup.n, batch_size=setup.batch_size,
         epochs=setup.epochs, seed=setup.seed, world=setup.world, drop_last=setup.drop_last,
         select=config.to_dict() if isinstance(config, SelectConfig) else run.planning.described,
+        knowledge="" if run.sharing is None else run.sharing.known.digest,
     )  # fmt: skip
 
 
