@@ -339,7 +339,7 @@ def rows(store: Store, n: int, repeats: int, only: set[str]) -> dict[str, Any]:
     if "packing" in only:
         out |= packing(300)
     if "search" in only:
-        out |= searches(2000, repeats)
+        out |= searches(1000 if n < 500 else 2000, repeats)
     return out
 
 
