@@ -276,6 +276,12 @@ class Door:
         return self._run.lr_scale
 
     @property
+    def between_windows(self) -> bool:
+        """True if no window is in progress: before the first, and after the last batch of each."""
+        course = self._run.course
+        return course.complete or course.pending or not course.open
+
+    @property
     def batch_len(self) -> int:
         """Number of samples in the most recent batch."""
         batch = self._run.recording.batch

@@ -27,6 +27,7 @@ from salience.feed.source import Source
 from salience.ledger import Ledger
 from salience.ledger.copies import Copies
 from salience.ledger.keys import Keys
+from salience.ledger.sharing import Board
 from salience.report.sinks import Sink
 from salience.run import Run
 from salience.run.deciding import Deciding, cores_of, first_cache
@@ -80,9 +81,10 @@ class Loader(Door, Generic[T]):
     `ids_key="_ids"` puts the ids into dict batches under that key, or at the end of tuples. `device` moves batches to a
     device, on CUDA from pinned memory and one batch ahead. `even=True` gives every epoch the same number of batches, the
     mean of what `select` keeps, for frameworks that ask for `len` once. `window` ("1M") is how many samples are planned at
-    once, if an epoch is too large for that. `ledger` starts from what another run learnt, `reference` is the opinion of
-    other models on the samples (for `rho`, `proxy`, `cscore`), `baseline` the event logs of earlier runs, which steer `keep
-    = "auto"`. `trace` records the plans in a folder, `log` is the JSONL event log, `sinks` are other places for its figures
+    once, if an epoch is too large for that. `ledger` starts from what another run learnt (a `SharedLedger`, or "share" over
+    a `SharedFeed`: from what other jobs have learnt, and they from this one), `reference` is the opinion of other models on
+    the samples (for `rho`, `proxy`, `cscore`), `baseline` the event logs of earlier runs, which steer `keep = "auto"`.
+    `trace` records the plans in a folder, `log` is the JSONL event log, `sinks` are other places for its figures
     ("tensorboard:runs/tb", "wandb:project", "mlflow:uri", or a function of each event). A failing plug-in is switched off,
     named and logged; with `strict=True` it raises.
 
@@ -138,7 +140,7 @@ class Loader(Door, Generic[T]):
         augment: Sequence[Stage | Callable[..., Any]] | None = None,
         treat: Treat | str | None = None,
         generator: Generators = None,
-        ledger: Ledger | str | Path | None = None,
+        ledger: Ledger | Board | str | Path | None = None,
         reference: Opinion | Sequence[Opinion] | None = None,
         baseline: Paths | None = None,
         embeddings: npt.ArrayLike | None = None,
@@ -166,6 +168,10 @@ class Loader(Door, Generic[T]):
             raise ConfigError(
                 "shuffle=False observes in the order of the data set, and select= plans its own; leave one out."
             )
+        if isinstance(ledger, str) and ledger == "share":
+            if shared is None:
+                raise ConfigError('ledger="share" needs a SharedFeed; without one, pass ledger=SharedLedger(folder).')
+            ledger = shared.shared_ledger()
         stages = None
         if augment is not None or treat is not None:
             stages = as_stages(() if augment is None else augment)
@@ -299,6 +305,11 @@ class Loader(Door, Generic[T]):
         super().load_state_dict(state)
         if "dataset" in state and _has_state(self.dataset):
             self.dataset.load_state_dict(state["dataset"])
+
+    def close(self) -> None:
+        """Leave a shared feed, or release the cache. Only for a Loader that is not used any more."""
+        if self._run.feeding is not None and self._run.feeding.feed is not None:
+            self._run.feeding.feed.close()
 
     # --- what else code reads off a DataLoader, or sets on it ---
 

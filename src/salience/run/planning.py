@@ -64,7 +64,9 @@ class Planning(Part):
         order: PlainOrder | None = None,
         even: bool = False,
         quality: Quality | None = None,
+        knows: bool = False,
     ) -> None:
+        """`knows`: the ledger starts with what other jobs learnt about these samples, so that there is no warm-up."""
         self.config, self._even = graded(resolve(select), quality), even
         if even and isinstance(self.config, SelectConfig):
             self.config = at_mean_share(self.config, setup.epochs or 1)
@@ -92,6 +94,7 @@ class Planning(Part):
         if isinstance(self.config, SelectConfig):
             self.pipeline = self._pipeline(self.config)
             self.pipeline.quality = quality
+            self.pipeline.set_warmup(not knows or even)
             pace_over_steps(setup, lambda window: self.expected(window).steps)
             self.fixed = Fixed(self.config, setup, even=even) if self.config.mode == "static" else None
             self._steering = self._make_steering(baseline)
@@ -400,6 +403,7 @@ class Planning(Part):
             "steering": None if self._steering is None else self._steering.state_dict(),
             "switched_off": sorted(known.off) if known else [],
             "left_out": self._left_out,
+            "warmup": known is None or known.warmup,
             "subset": None if self.fixed is None else self.fixed.state_dict(),
         }
 
@@ -409,6 +413,7 @@ class Planning(Part):
         self._shuffled = self.order.load_state_dict(state["shuffle"], in_window=inside)
         if (known := self._known_pipeline) is not None:
             known.off = set(state["switched_off"])
+            known.set_warmup(bool(state.get("warmup", True)))
         if self._steering is not None:
             self._steering.load_state_dict(state["steering"])
         self._left_out = float(state["left_out"])

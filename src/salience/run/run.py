@@ -59,10 +59,10 @@ class Run:
         self.recording, self.planning, self.copying = parts.recording, parts.planning, parts.copying
         self.sensing, self.watching, self.probing = parts.sensing, parts.watching, parts.probing
         self.balancing, self.feeding, self.staging, self.deciding = parts.balancing, feeding, staging, deciding
-        self.by_length, self.streaming = parts.by_length, streaming
+        self.by_length, self.streaming, self.sharing = parts.by_length, streaming, parts.sharing
         named = (
             deciding, feeding, staging, self.sensing, self.recording, self.copying, self.probing, self.planning,
-            self.watching, self.balancing, self.by_length, self.streaming,
+            self.watching, self.balancing, self.by_length, self.streaming, self.sharing,
         )  # fmt: skip
         self.all_parts: tuple[Part, ...] = tuple(part for part in named if part is not None)
         self.course = Course(self.setup.steps)
