@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from salience.plan import Plan, Trace
     from salience.schedule import ProgressLR
     from salience.selector import Selector
+    from salience.speed import Tuned, tune
     from salience.treat import Stage, Treat
 
 __all__ = [
@@ -59,9 +60,11 @@ __all__ = [
     "StoreError",
     "Trace",
     "Treat",
+    "Tuned",
     "Use",
     "__version__",
     "sync",
+    "tune",
     "tune_select",
 ]
 
@@ -72,7 +75,8 @@ _HOMES = {
         "errors": "BrokenSample ConfigError DataError LossError Misattributed MissingExtra PluginError RankError SalienceError "
         "StateError StoreError",
         "feed": "Source", "feed.sharing.shared": "SharedFeed", "gradients": "sync", "ledger": "Ledger", "loader": "Loader",
-        "observer": "Observer", "plan": "Plan Trace", "schedule": "ProgressLR", "selector": "Selector", "treat": "Stage Treat",
+        "observer": "Observer", "plan": "Plan Trace", "schedule": "ProgressLR", "selector": "Selector",
+        "speed": "Tuned tune", "treat": "Stage Treat",
     }.items()
     for name in names.split()
 }  # fmt: skip

@@ -26,6 +26,7 @@ from salience.feed.options import READING_OPTIONS, ReadingOptions
 from salience.feed.sharing.shared import SharedFeed
 from salience.feed.sizes import memory_bytes
 from salience.feed.source import Source
+from salience.large.growth import Growth
 from salience.ledger import Ledger
 from salience.report.sinks import Sink
 from salience.run import Run
@@ -37,6 +38,7 @@ from salience.run.order import Generators
 from salience.run.part import Setup
 from salience.run.parts import Parts
 from salience.run.planned import PlannedBatches, PlannedSampler
+from salience.run.resizing import Resizing
 from salience.run.selection import Select
 from salience.run.staging import Staging
 from salience.run.workers import WorkerSource
@@ -86,7 +88,7 @@ class Loader(Door, Generic[T]):
 
     `augment` is a list of stages that run after the data set, in the workers (after `decode` if there is one), with random
     numbers that depend only on seed, window and sample. `treat` says which samples get all of them fresh: "reuse", "echo",
-    "auto" or a `salience.Treat`.
+    "auto" or a `salience.Treat`. "resolution" shows smaller images in a part of the run.
 
     `auto=True` measures the run, tries at window edges what could make it faster and was not given (workers, cache), keeps
     what does, and logs every decision. With a `baseline` or `auto="lossy"` it also tries what changes training: `treat` if
@@ -94,6 +96,7 @@ class Loader(Door, Generic[T]):
 
     With several ranks, `balance=True` gives each a part of every batch in proportion to its measured speed, and `costs` (a
     number per sample, such as its length) divides every batch so that long samples go together and all ranks take equally long.
+    `grow` (a `salience.large.Growth`) makes batches larger where the learning rate would fall.
     """
 
     def __init__(
@@ -126,11 +129,16 @@ class Loader(Door, Generic[T]):
         auto: bool | str | Path = False,
         balance: bool = False,
         costs: npt.ArrayLike | None = None,
+        grow: Growth | None = None,
         **dataloader: Any,
     ) -> None:
         shared = dataset if isinstance(dataset, SharedFeed) else None
         dataset, reading = _with_reading(dataset, dataloader)
         _check_arguments(batch_size, dataloader)
+        if grow is not None and (reading.cached or shared is not None):
+            raise ConfigError(
+                "grow= changes the size of batches, which a cache has fixed places for; leave one of them out."
+            )
         if with_ids and ids_key is not None:
             raise ConfigError(f"with_ids=True and ids_key={ids_key!r} are two ways to deliver ids; choose one.")
         if shuffle is False and select is not None:
@@ -138,6 +146,9 @@ class Loader(Door, Generic[T]):
                 "shuffle=False observes in the order of the data set, and select= plans its own; leave one out."
             )
         stages = None
+        resolution = None if treat is None or Treat.of(treat).kind != "resolution" else Treat.of(treat)
+        if resolution is not None:
+            treat = None
         if augment is not None or treat is not None:
             stages = as_stages(() if augment is None else augment)
             if shared is not None:
@@ -151,7 +162,7 @@ class Loader(Door, Generic[T]):
             _length(dataset), batch_size=batch_size, epochs=epochs, select=select, seed=seed, drop_last=drop_last,
             window=window, generator=generator, shuffle=shuffle is not False, even=even, ledger=ledger,
             reference=reference, baseline=baseline, embeddings=embeddings, trace=trace, log=log, sinks=sinks, strict=strict,
-            balance=balance, costs=costs, alike={"auto": str(auto)},
+            balance=balance, costs=costs, grow=grow, alike={"auto": str(auto)},
         )  # fmt: skip
         chooser = None
         if auto:
@@ -176,7 +187,7 @@ class Loader(Door, Generic[T]):
         if stages is not None:
             feeding.stages = True
             optional = None
-            if treat is None and chooser is not None and chooser.lossy:
+            if treat is None and resolution is None and chooser is not None and chooser.lossy:
                 optional = Treat("reuse", memory=min(Treat().bytes, (memory_bytes() or 0) // 4))
             treating = Treating(
                 dataset, stages, optional or Treat.of(treat), seed=seed, workers=workers, ranks=ranks,
@@ -189,15 +200,28 @@ class Loader(Door, Generic[T]):
             planning=parts.planning, feeding=feeding, watching=parts.watching, staging=staging,
         )  # fmt: skip
         parts.watching.profile(workers, source.ahead)
+        resizing = None
+        if resolution is not None or (treat is None and chooser is not None and chooser.lossy):
+            resizing = Resizing(
+                parts.setup, parts.voice, resolution or Treat("resolution"), by_itself=True, optional=resolution is None
+            )
         deciding = None
         if chooser is not None:
             if chooser.lossy and select is None:
                 parts.copying.offer(parts.planning.offer("default"))
             deciding = Deciding(
                 parts.setup, parts.voice, chooser, workers=source, feeding=feeding, planning=parts.planning,
-                staging=staging, watching=parts.watching,
+                staging=staging, watching=parts.watching, resizing=resizing,
             )  # fmt: skip
-        run = Run(parts, source, feeding=feeding, staging=staging, deciding=deciding, options=source.options)
+        run = Run(
+            parts,
+            source,
+            feeding=feeding,
+            staging=staging,
+            deciding=deciding,
+            resizing=resizing,
+            options=source.options,
+        )
         if deciding is not None:
             deciding.auto.start(
                 deciding.settings,

@@ -20,6 +20,7 @@ from salience.events import (
     Findings,
     GradientsProbed,
     LeverDecided,
+    NoiseMeasured,
     RunStarted,
     SampleBroken,
     SamplesScored,
@@ -105,7 +106,11 @@ def story_of(
         forecast=next((one for data in reversed(every(Summarised)) if (one := _forecast(data))), None),
         shorter=None,
         treated=next(iter(reversed(every(TreatCounted))), None),
-        asides=(*dict.fromkeys(one.text for one in every(SignalsChosen)), *_scored(every(SamplesScored))),
+        asides=(
+            *dict.fromkeys(one.text for one in every(SignalsChosen)),
+            *_scored(every(SamplesScored)),
+            *_noise(every(NoiseMeasured)),
+        ),
         steered=tuple(every(Steered)),
         probes=tuple(every(GradientsProbed)),
         bottlenecks=tuple(every(BottleneckFound)),
@@ -116,6 +121,20 @@ def story_of(
         notes=(*_oddities(log, runs, windows, len(parts) - 1, again), *notes, *_left_out(log)),
     )
     return replace(story, shorter=_shorter(story))
+
+
+def _noise(measured: Sequence[NoiseMeasured]) -> list[str]:
+    """The gradient noise scale over the run, in a sentence."""
+    known = [one for one in measured if one.scale is not None]
+    if not known:
+        return ["The gradient noise hid the gradient: its scale is not known."] if measured else []
+    picked = known if len(known) <= 5 else [known[i * (len(known) - 1) // 4] for i in range(5)]
+    course = ", ".join(f"{one.scale:,.0f} (window {one.window})" for one in picked)
+    caveat = next((one.caveat for one in reversed(known) if one.caveat), "")
+    return [
+        f"The gradient noise scale was {course} samples, with steps of {known[-1].big:,.0f}: far larger steps would save "
+        f"fewer steps than they cost samples{f'; {caveat}' if caveat else ''}."
+    ]
 
 
 def _parts(events: Sequence[Event]) -> tuple[list[list[Event]], int]:

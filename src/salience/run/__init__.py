@@ -10,6 +10,7 @@ probing     which gradients are near zero, at marks of accuracy
 watching    where the time goes
 balancing   which part of a batch each rank takes, if ranks differ in speed
 feeding     bytes of a Source, its cache, broken samples
+resizing    smaller images in a part of the run
 staging     stages of augmentation (the work itself is in `salience.treat.treating`)
 deciding    what `auto` changes between two windows
 

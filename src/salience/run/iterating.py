@@ -74,6 +74,9 @@ class BatchIterator(Iterator[Any]):
                 run.take_back(batch)
             if self._ends and run.course.left == 1 and (run.setup.short_tail or run.source.has_workers):
                 run.planning.order.finish()  # the sampler of a DataLoader comes to its end before the last batch is read
+            if run.deciding is not None and (batches := run.go_on()) is not None:
+                self.let_go()
+                self._arriving = batches
             while self._batch is None:
                 try:
                     self._batch = next(self._arriving)  # pyright: ignore[reportArgumentType]

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from salience._version import __version__
 from salience.config import SelectConfig
 from salience.events import EventLog
+from salience.large.growth import Growth
 from salience.ledger import Ledger
 from salience.plan import Trace
 from salience.ranks import current_ranks
@@ -56,6 +57,7 @@ class Parts:
         strict: bool,
         balance: bool = False,
         costs: npt.ArrayLike | None = None,
+        grow: Growth | None = None,
         alike: Mapping[str, Any] | None = None,
     ) -> None:
         """`alike` are more settings that must be the same on all ranks."""
@@ -69,10 +71,10 @@ class Parts:
         open_sinks(self.setup, self.voice, sinks)
         self.watching = Watching(several_ranks=self.setup.world > 1)
         self.planning = Planning(
-            self.setup, select, self.voice, baseline=baseline, even=even,
+            self.setup, select, self.voice, baseline=baseline, even=even, grow=grow,
             order=PlainOrder(n, generator, seed=seed, shuffle=shuffle),
         )  # fmt: skip
-        self._check_alike(balance=balance, costs=costs is not None, **(alike or {}))
+        self._check_alike(balance=balance, costs=costs is not None, grow=grow and grow.described, **(alike or {}))
         self.recording = Recording(self.setup, self.voice, ledger)
         self.copying = Copying(self.setup, self.voice, self.planning.pipeline, embeddings)
         given = None if reference is None else reference_of(reference, n)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from salience.config import SelectConfig
 from salience.errors import ConfigError
+from salience.large.growth import Growth
 from salience.ledger import COLUMNS, Ledger, merge
 from salience.ledger.copies import Copies
 from salience.plan import Plan, Shard, Trace
@@ -53,12 +55,16 @@ class Planning(Part):
         baseline: Paths | None = None,
         order: PlainOrder | None = None,
         even: bool = False,
+        grow: Growth | None = None,
     ) -> None:
+        self.grow = grow
         self.config, self._even = resolve(select), even
         if even and isinstance(self.config, SelectConfig):
             self.config = at_mean_share(self.config, setup.epochs or 1)
         elif even and self.config is not None:
             raise ConfigError("even=True cannot change the plans of a trace; leave one of them out.")
+        if grow is not None and (setup.epochs is None or even or isinstance(self.config, Trace)):
+            raise ConfigError("grow= needs epochs=, and cannot change the plans of a trace or of even=True.")
         if setup.epochs is None and self.config is not None:
             raise ConfigError("select needs epochs=: the number of passes you will make, so that it can pace itself.")
         self._setup, self._voice, self._has_baseline = setup, voice, baseline is not None
@@ -111,7 +117,7 @@ class Planning(Part):
             opinions = () if self.fixed is None else self.fixed.opinions
             plan = self.pipeline.plan(
                 merge(opinions) if opinions else ledger, window=epoch, windows=setup.epochs, piece=piece, pieces=setup.pieces,
-                batch_size=setup.global_batch, world=setup.world, seed=setup.seed, drop_last=setup.drop_last,
+                batch_size=self._batch(window), world=setup.world, seed=setup.seed, drop_last=setup.drop_last,
                 steered=self._share, copies=copies, stock=stock, opinions=opinions, learnt_loss=learnt_loss, jury=jury,
             )  # fmt: skip
             self._check_known(ledger, plan)
@@ -129,9 +135,11 @@ class Planning(Part):
             ids = self._shuffled[piece * size : (piece + 1) * size]
             ones = np.ones(len(ids), dtype=np.float32)
             plan = Plan(
-                window=window, population=setup.n, batch_size=setup.global_batch, drop_last=setup.drop_last,
+                window=window, population=setup.n, batch_size=self._batch(window), drop_last=setup.drop_last,
                 ids=ids, weights=ones, importance=ones.copy(), level=np.zeros(len(ids), dtype=np.uint8),
             )  # fmt: skip
+        if self.grow is not None:
+            plan = replace(plan, lr_scale=plan.lr_scale * self._growth_of_rate(window))
         self._left_out = sum(note.dropped for note in plan.notes if note.name == "noise") / setup.n
         return plan
 
@@ -226,15 +234,26 @@ class Planning(Part):
         window = window % setup.pieces if self._even else window
         size = self._size(window)
         if self.pipeline is None:
-            whole, tail = divmod(size, setup.global_batch)
-            return Expected(size, whole + (not setup.drop_last and tail >= setup.world))
-        batching = self.pipeline.batching(setup.global_batch, setup.world, setup.drop_last)
+            whole, tail = divmod(size, self._batch(window))
+            return Expected(size, whole + (not setup.drop_last and tail >= setup.world), self._growth_of_rate(window))
+        batching = self.pipeline.batching(self._batch(window), setup.world, setup.drop_last)
         granted, last = self._granted(window), window + 1 == setup.windows
-        shrunk = batching.batch(granted, size) / setup.global_batch if batching.constant else 1.0
+        shrunk = batching.batch(granted, size) / self._batch(window) if batching.constant else 1.0
         return Expected(
             batching.visits(granted, size, last=last), batching.steps(granted, size, last=last),
-            shrunk**self.pipeline.config.lr_power,
+            shrunk**self.pipeline.config.lr_power * self._growth_of_rate(window),
         )  # fmt: skip
+
+    def _batch(self, window: int) -> int:
+        """Samples per step over all ranks in a window."""
+        base, windows = self._setup.global_batch, self._setup.windows
+        return (
+            base if self.grow is None or windows is None else self.grow.batch(base, window, windows, self._size(window))
+        )
+
+    def _growth_of_rate(self, window: int) -> float:
+        """Factor on the learning rate that goes with batches that have grown."""
+        return 1.0 if self.grow is None else self.grow.lr_scale(self._setup.global_batch, self._batch(window))
 
     def _size(self, window: int) -> int:
         """Samples among which a window chooses."""
