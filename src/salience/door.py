@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from salience.config import SelectConfig
 from salience.errors import LossError, MissingExtra, StateError
 from salience.events import EventLog
 from salience.ledger import Ledger
@@ -21,14 +22,14 @@ from salience.run.iterating import BatchIterator
 from salience.run.losses import Targets
 from salience.run.sensing import MakeScorer
 from salience.run.state import resume, saved
+from salience.select.presets import preset_name
 from salience.signals.ghost import Extent
 from salience.signals.jury import Juror
 from salience.watch import Steps, Stopwatch
 from salience.watch.probe import Probe
 
 if TYPE_CHECKING:
-    from salience.report.html import SampleNames
-    from salience.report.words import Names
+    from salience.report.words import Names, SampleNames
 
 
 class Door:
@@ -207,6 +208,7 @@ class Door:
 
     @property
     def epochs(self) -> int | None:
+        """Passes over the data; of a run that is counted in `steps`, as many as these are expected to take."""
         return self._run.setup.epochs
 
     @property
@@ -236,7 +238,7 @@ class Door:
 
     @property
     def progress(self) -> float:
-        """From 0 to 1 over the whole run, in sample visits; needs `epochs`."""
+        """From 0 to 1 over the whole run, in sample visits (with `steps`, in batches); needs `epochs` or `steps`."""
         return self._run.course.progress
 
     @property
@@ -246,7 +248,7 @@ class Door:
 
     @property
     def visits_expected(self) -> int | None:
-        """Sample visits of the whole run, over all ranks, as far as they can be known now; None without `epochs`."""
+        """Sample visits of the whole run, over all ranks, as far as they can be known now; None without `epochs` or `steps`."""
         return self._run.course.visits_expected
 
     @property
@@ -337,7 +339,7 @@ class Door:
         With a `path` ("report.html") rank 0 also writes it as a page. `names` are the names of samples (a sequence, or a
         function of the id), `classes` those of classes; a Source knows both. `local` is as in `summary`.
         """
-        text = telling.report(self._run, self._class_names(classes), local=local)
+        text = telling.report(self._run, self._class_names(classes), names=self._sample_names(names), local=local)
         if path is not None and self._run.setup.rank == 0:
             from salience.report.html import write_page
 
@@ -356,10 +358,13 @@ class Door:
     def _page(self, names: SampleNames = None, classes: Names = None) -> str:
         from salience.report.html import live_page
 
+        names, classes, config = self._sample_names(names), self._class_names(classes), self._run.planning.config
+        preset = preset_name(config.to_dict()) if isinstance(config, SelectConfig) else ""
+        return live_page(self._run.events, name="this run", names=names, classes=classes, preset=preset)
+
+    def _sample_names(self, given: SampleNames) -> SampleNames:
         source = None if self._run.feeding is None else self._run.feeding.source
-        if names is None and source is not None:
-            names = source.names.__getitem__
-        return live_page(self._run.events, name="this run", names=names, classes=self._class_names(classes))
+        return given if given is not None or source is None else source.names.__getitem__
 
     def _class_names(self, given: Names) -> Names:
         source = None if self._run.feeding is None else self._run.feeding.source

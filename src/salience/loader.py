@@ -70,17 +70,18 @@ class Loader(Door, Generic[T]):
                 losses = F.cross_entropy(model(x), y, reduction="none")
                 loader.loss(losses).backward(); ...
 
-    `select` unset = observe: the batches of `DataLoader(shuffle=True, generator=g)` with g seeded by `seed` (or the given
-    `generator`; "global" does what a DataLoader without a generator does), and the ledger fills. `shuffle=False`
-    observes in the order of the data set. DataLoader's other arguments pass through. `with_ids=True` delivers
-    `(ids, batch)`, for loops that fetch ahead; `ids_key="_ids"` puts the ids into dict batches under that key, or at the end of
-    tuples. `device` moves batches to a device, on CUDA from pinned memory and one batch ahead. `even=True` gives every epoch
-    the same number of batches, the mean of what `select` keeps, for frameworks that ask for `len` once. `window` ("1M") is
-    how many samples are planned at once, if an epoch is too large for that. `ledger` starts from what another run learnt,
-    `reference` is the opinion of other models on the samples (for `rho`, `proxy`, `cscore`), `baseline` the event logs of
-    earlier runs, which steer `keep = "auto"`. `trace` records the plans in a folder, `log` is the JSONL event log, `sinks` are
-    other places for its figures ("tensorboard:runs/tb", "wandb:project", "mlflow:uri", or a function of each event). A failing
-    plug-in is switched off, named and logged; with `strict=True` it raises.
+    `epochs` or `steps` (batches on each rank) say how long the run is. `select` unset = observe: the batches of
+    `DataLoader(shuffle=True, generator=g)` with g seeded by `seed` (or the given `generator`; "global" does what a
+    DataLoader without a generator does), and the ledger fills. `shuffle=False` observes in the order of the data set.
+    DataLoader's other arguments pass through. `with_ids=True` delivers `(ids, batch)`, for loops that fetch ahead;
+    `ids_key="_ids"` puts the ids into dict batches under that key, or at the end of tuples. `device` moves batches to a
+    device, on CUDA from pinned memory and one batch ahead. `even=True` gives every epoch the same number of batches, the
+    mean of what `select` keeps, for frameworks that ask for `len` once. `window` ("1M") is how many samples are planned at
+    once, if an epoch is too large for that. `ledger` starts from what another run learnt, `reference` is the opinion of
+    other models on the samples (for `rho`, `proxy`, `cscore`), `baseline` the event logs of earlier runs, which steer `keep
+    = "auto"`. `trace` records the plans in a folder, `log` is the JSONL event log, `sinks` are other places for its figures
+    ("tensorboard:runs/tb", "wandb:project", "mlflow:uri", or a function of each event). A failing plug-in is switched off,
+    named and logged; with `strict=True` it raises.
 
     A `salience.Source` is read batch by batch and delivers `(decode(data), label)`. Options for reading, caching and decoding
     belong to the source; those given here (`decode`, `cache`, `disk`, `redis`, `max_broken`, `views`) are passed on. A
@@ -105,6 +106,7 @@ class Loader(Door, Generic[T]):
         batch_size: int = 1,
         *,
         epochs: int | None = None,
+        steps: int | None = None,
         select: Select = None,
         seed: int = 0,
         with_ids: bool = False,
@@ -159,16 +161,16 @@ class Loader(Door, Generic[T]):
         if isinstance(dataset, Source):
             dataset = SourceDataset(dataset, reading.decode if stages is None or shared is not None else None)
         parts = Parts(
-            _length(dataset), batch_size=batch_size, epochs=epochs, select=select, seed=seed, drop_last=drop_last,
-            window=window, generator=generator, shuffle=shuffle is not False, even=even, ledger=ledger,
-            reference=reference, baseline=baseline, embeddings=embeddings, trace=trace, log=log, sinks=sinks, strict=strict,
-            balance=balance, costs=costs, grow=grow, alike={"auto": str(auto)},
+            _length(dataset), batch_size=batch_size, epochs=epochs, steps=steps, select=select, seed=seed,
+            drop_last=drop_last, window=window, generator=generator, shuffle=shuffle is not False, even=even,
+            ledger=ledger, reference=reference, baseline=baseline, embeddings=embeddings, trace=trace, log=log, sinks=sinks,
+            strict=strict, balance=balance, costs=costs, grow=grow, alike={"auto": str(auto)},
         )  # fmt: skip
         chooser = None
         if auto:
             from salience.decide.auto import Auto
 
-            chooser = Auto(auto, baseline, epochs=epochs)
+            chooser = Auto(auto, baseline, epochs=parts.setup.epochs)
         self.dataset, self.with_ids, self.ids_key, self.generator = dataset, with_ids, ids_key, generator
         self.device = None if device is None else _device(device)
         ranks, workers = parts.setup.ranks, dataloader.get("num_workers", 0)

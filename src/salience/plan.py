@@ -94,6 +94,13 @@ class Plan:
         """Number of optimizer steps on a single rank; with several ranks, `len(shard(...))`."""
         return len(_bounds(len(self.ids), self.batch_size, 1, self.drop_last)) - 1
 
+    def taken(self, positions: npt.NDArray[np.integer[Any]], **changes: Any) -> Plan:
+        """The plan with the visits at these positions, in this order, and other fields as `changes` say."""
+        return replace(
+            self, ids=self.ids[positions], weights=self.weights[positions], importance=self.importance[positions],
+            level=self.level[positions], **changes,
+        )  # fmt: skip
+
     def shard(self, rank: int = 0, world: int = 1, shares: Sequence[float] | None = None) -> Shard:
         """The part of every global batch for `rank` of `world`, in proportion to `shares` (default: equal).
 

@@ -32,6 +32,10 @@ class RunStarted:
     """Samples per batch and rank."""
     epochs: int | None = None
     """Planned number of epochs; None if it was not given."""
+    steps: int | None = None
+    """Batches of the whole run on each rank; None if it is counted in epochs."""
+    pieces: int = 1
+    """Windows per epoch."""
     seed: int = 0
     """The seed all plans are derived from."""
     world: int = 1

@@ -76,7 +76,7 @@ class RowCache:
 
     def next_window(self) -> int:
         """Keep the most important rows from now on; returns how many had to be read for that."""
-        self.importance = self._asked + np.float32(self._decay) * self.importance
+        self.importance = self._asked.astype(np.float32) + np.float32(self._decay) * self.importance
         self._asked[:] = 0
         best = _highest(self.importance, self.capacity)
         return self._keep(best[self.importance[best] > 0])

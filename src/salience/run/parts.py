@@ -40,6 +40,7 @@ class Parts:
         *,
         batch_size: int,
         epochs: int | None,
+        steps: int | None = None,
         select: Select,
         seed: int,
         drop_last: bool,
@@ -62,8 +63,8 @@ class Parts:
     ) -> None:
         """`alike` are more settings that must be the same on all ranks."""
         self.setup = Setup(
-            n=n, batch_size=batch_size, epochs=epochs, seed=seed, drop_last=drop_last, ranks=current_ranks(),
-            window=None if window is None else parse_count(window),
+            n=n, batch_size=batch_size, epochs=epochs, steps=steps, seed=seed, drop_last=drop_last,
+            ranks=current_ranks(), window=None if window is None else parse_count(window),
         )  # fmt: skip
         events = log if isinstance(log, EventLog) else EventLog(log if self.setup.rank == 0 else None)
         self.voice = Voice(events, strict=strict)
@@ -97,6 +98,7 @@ class Parts:
         config = self.planning.config
         setup.ranks.check_alike({
             "the version of salience": __version__, "the size of the data set": setup.n, "batch_size": setup.batch_size,
-            "epochs": setup.epochs, "seed": setup.seed, "drop_last": setup.drop_last, "window": setup.window,
+            "epochs": setup.epochs, "steps": setup.steps, "seed": setup.seed, "drop_last": setup.drop_last,
+            "window": setup.window,
             "select": str(config.to_dict()) if isinstance(config, SelectConfig) else self.planning.described, **more,
         })  # fmt: skip

@@ -19,11 +19,21 @@ from salience.ledger.copies import Copies
 from salience.plan import Plan, Shard, Trace
 from salience.run.order import Drawn, PlainOrder
 from salience.run.part import Part, Setup, Voice
-from salience.run.selection import Fixed, Select, at_mean_share, described, of_steps, resolve
+from salience.run.selection import (
+    Fixed,
+    Select,
+    at_mean_share,
+    check_growth,
+    check_length,
+    described,
+    of_steps,
+    pace_over_steps,
+    resolve,
+)
 from salience.seeds import EVEN, PEEK, WORKERS, generator, torch_seed
 from salience.select import Clock, Pipeline
 from salience.select.batching import members
-from salience.select.fetching import Stock
+from salience.select.fetching import Stock, resident_first
 from salience.select.noise import contradictions
 from salience.select.steering import KEEP_SHARES, Paths, Steering, read_histories
 from salience.select.trial import advance
@@ -63,10 +73,9 @@ class Planning(Part):
             self.config = at_mean_share(self.config, setup.epochs or 1)
         elif even and self.config is not None:
             raise ConfigError("even=True cannot change the plans of a trace; leave one of them out.")
-        if grow is not None and (setup.epochs is None or even or isinstance(self.config, Trace)):
-            raise ConfigError("grow= needs epochs=, and cannot change the plans of a trace or of even=True.")
-        if setup.epochs is None and self.config is not None:
-            raise ConfigError("select needs epochs=: the number of passes you will make, so that it can pace itself.")
+        check_length(setup, self.config, even=even)
+        if grow is not None:
+            check_growth(setup, self.config, even=even)
         self._setup, self._voice, self._has_baseline = setup, voice, baseline is not None
         self.picks = self.config.pick if isinstance(self.config, SelectConfig) else 1.0
         """Share of a batch that `loss` itself picks."""
@@ -87,6 +96,7 @@ class Planning(Part):
         """The plain order of the epoch in progress."""
         if isinstance(self.config, SelectConfig):
             self.pipeline = self._pipeline(self.config)
+            pace_over_steps(setup, lambda window: self.expected(window).steps)
             self.fixed = Fixed(self.config, setup, even=even) if self.config.mode == "static" else None
             self._steering = self._make_steering(baseline)
         elif isinstance(self.config, Trace):
@@ -109,23 +119,13 @@ class Planning(Part):
         """The plan of `window`, the same on every rank."""
         setup = self._setup
         if self.pipeline is not None:
-            assert setup.epochs is not None
             self.pipeline.reference = reference
-            if self.fixed is not None and (plan := self.fixed.plan(window)) is not None:
-                return plan
-            epoch, piece = divmod(window, setup.pieces)
-            opinions = () if self.fixed is None else self.fixed.opinions
-            plan = self.pipeline.plan(
-                merge(opinions) if opinions else ledger, window=epoch, windows=setup.epochs, piece=piece, pieces=setup.pieces,
-                batch_size=self._batch(window), world=setup.world, seed=setup.seed, drop_last=setup.drop_last,
-                steered=self._share, copies=copies, stock=stock, opinions=opinions, learnt_loss=learnt_loss, jury=jury,
-            )  # fmt: skip
-            self._check_known(ledger, plan)
-            if self.fixed is not None:
-                self.fixed.choose(plan, scored=bool(self.pipeline.scores))
-            short = setup.drop_last and len(plan) < plan.batch_size  # nothing would be left of it
-            if self._even or short:
-                plan = of_steps(plan, 1 if short else self.expected(window).steps, generator(setup.seed, EVEN, window))
+            plan = None if self.fixed is None else self.fixed.plan(window)
+            if plan is None:
+                known = {"copies": copies, "stock": stock, "learnt_loss": learnt_loss, "jury": jury}
+                plan = self._chosen(self.pipeline, ledger, window, known)
+            if stock is not None:
+                plan = resident_first(plan, stock.resident)
         elif isinstance(self.config, Trace):
             plan = self.config.read(window)
         else:
@@ -143,10 +143,28 @@ class Planning(Part):
         self._left_out = sum(note.dropped for note in plan.notes if note.name == "noise") / setup.n
         return plan
 
+    def _chosen(self, pipeline: Pipeline, ledger: Ledger, window: int, known: Mapping[str, Any]) -> Plan:
+        """What the pipeline selects for `window`, given what is `known`; a static selection keeps it from then on."""
+        setup = self._setup
+        epoch, piece = divmod(window, setup.pieces)
+        opinions = () if self.fixed is None else self.fixed.opinions
+        plan = pipeline.plan(
+            merge(opinions) if opinions else ledger, window=epoch, windows=setup.epochs or 1, piece=piece, pieces=setup.pieces,
+            batch_size=self._batch(window), world=setup.world, seed=setup.seed, drop_last=setup.drop_last,
+            steered=self._share, opinions=opinions, **known,
+        )  # fmt: skip
+        self._check_known(ledger, plan)
+        if self.fixed is not None:
+            self.fixed.choose(plan, scored=bool(pipeline.scores))
+        short = setup.drop_last and len(plan) < plan.batch_size  # nothing would be left of it
+        if self._even or short:
+            return of_steps(plan, 1 if short else self.expected(window).steps, generator(setup.seed, EVEN, window))
+        return plan
+
     def report(self) -> str:
         if self.pipeline is None:
             return ""
-        visits = self.total_visits if self.pipeline.exact else None
+        visits = self.total_visits if self.pipeline.exact and self._setup.steps is None else None
         return described(self.fixed, visits, self._setup.n * (self._setup.epochs or 0))
 
     def _check_known(self, ledger: Ledger, plan: Plan) -> None:
@@ -234,8 +252,7 @@ class Planning(Part):
         window = window % setup.pieces if self._even else window
         size = self._size(window)
         if self.pipeline is None:
-            whole, tail = divmod(size, self._batch(window))
-            return Expected(size, whole + (not setup.drop_last and tail >= setup.world), self._growth_of_rate(window))
+            return Expected(size, setup.steps_in(size, self._batch(window)), self._growth_of_rate(window))
         batching = self.pipeline.batching(self._batch(window), setup.world, setup.drop_last)
         granted, last = self._granted(window), window + 1 == setup.windows
         shrunk = batching.batch(granted, size) / self._batch(window) if batching.constant else 1.0
@@ -247,9 +264,8 @@ class Planning(Part):
     def _batch(self, window: int) -> int:
         """Samples per step over all ranks in a window."""
         base, windows = self._setup.global_batch, self._setup.windows
-        return (
-            base if self.grow is None or windows is None else self.grow.batch(base, window, windows, self._size(window))
-        )
+        grow = self.grow if windows else None
+        return base if grow is None else grow.batch(base, window, windows or 1, self._size(window))
 
     def _growth_of_rate(self, window: int) -> float:
         """Factor on the learning rate that goes with batches that have grown."""
@@ -271,6 +287,8 @@ class Planning(Part):
     @property
     def total_steps(self) -> int | None:
         """Batches of the whole run on each rank, or None where a plug-in decides as it goes."""
+        if self._setup.steps is not None:
+            return self._setup.steps
         exact = self.pipeline is None or self.pipeline.exact or self._even
         if self._setup.windows is None or not exact:
             return None
@@ -279,14 +297,18 @@ class Planning(Part):
     @property
     def total_visits(self) -> int | None:
         """Visits of the whole run before its first window is planned; None without `epochs`."""
+        if self._setup.steps is not None:
+            return self._setup.steps * self._setup.global_batch
         return None if self._setup.windows is None else sum(self._visits_from(0))
 
-    def visits_after(self, window: int, visits: int) -> int | None:
-        """Visits to expect after `window`, which makes `visits`; None without `epochs`.
+    def visits_after(self, window: int, visits: int, steps: int | None = None) -> int | None:
+        """Visits to expect after `window`, which makes `visits`; None without `epochs`. `steps` are left if these are counted.
 
         They are what the curve grants, at least `visits` per window if this one made more, at most `visits` if it made fewer:
         a sampler or filter that departs from the curve in one window will do so in the next.
         """
+        if steps is not None:
+            return max(0, steps) * self._setup.global_batch
         if self._setup.windows is None:
             return None
         granted, later = self.expected(window).visits, self._visits_from(window + 1)

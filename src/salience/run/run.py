@@ -14,7 +14,7 @@ from torch import Tensor
 
 from salience.errors import ConfigError, LossError, PluginError, StateError
 from salience.ledger import Ledger
-from salience.plan import Plan, Shard
+from salience.plan import Shard
 from salience.ranks import Ranks, started_late
 from salience.run import telling
 from salience.run.course import Course
@@ -25,6 +25,7 @@ from salience.run.order import Drawn
 from salience.run.part import Batch, BatchSource, Part
 from salience.run.parts import Parts
 from salience.run.resizing import Resizing
+from salience.run.selection import first_batches
 from salience.run.staging import Staging
 from salience.select.findings import Study
 
@@ -65,7 +66,7 @@ class Run:
             self.watching, self.balancing,
         )  # fmt: skip
         self.all_parts: tuple[Part, ...] = tuple(part for part in named if part is not None)
-        self.course = Course()
+        self.course = Course(self.setup.steps)
         self.course.visits_expected = self.planning.total_visits
         self.evaluations: list[tuple[float, float]] = []
         """Progress and metric of every validation result."""
@@ -120,8 +121,9 @@ class Run:
             if drawn is not None and not goes_on and self.plain:
                 self.planning.order.take(drawn, workers=source.has_workers)
             shard = self._plan(worker_seed)
-            course.begin(shard, self.planning.visits_after(course.window, len(shard.plan)))
-            self._warn_of(shard.plan)
+            left = course.steps_left and course.steps_left - len(shard)
+            course.begin(shard, self.planning.visits_after(course.window, len(shard.plan), left))
+            telling.warn_of_plan(self, shard.plan)
             self.events.emit(telling.window_planned(self, shard.plan))
         elif self.redraws and (drawn is None or source.has_workers):
             self.planning.order.unused(drawn, workers=source.has_workers)
@@ -190,12 +192,23 @@ class Run:
         if self.setup.ranks is None:
             self.flush()
         self.events.emit(telling.window_closed(self, finished=finished))
-        course.end()
-        if course.window == self.setup.windows:
+        if course.end(self.setup.windows):
             self.sensing.end_scorer()
             if self.setup.ranks is None:  # several ranks look in report()
                 self.copying.look(self.recording.ledger, course.window, last=True)
             telling.emit_findings(self)
+
+    @property
+    def ends_epoch(self) -> bool:
+        """True if the open window is the last one of its epoch, or of the run."""
+        return (self.course.window + 1) % self.setup.pieces == 0 or self.course.left == self.course.steps_left
+
+    @property
+    def cut(self) -> bool:
+        """True if the run ends in the open window, before the end of its epoch."""
+        course, ends = self.course, (self.course.window + 1) % self.setup.pieces == 0
+        whole = ends and self.visits_of_window >= self.planning.expected(course.window).visits
+        return course.left == course.steps_left and not whole
 
     def _plan(self, worker_seed: bool) -> Shard:
         """Plan the window that comes next; this rank's part of the plan."""
@@ -207,6 +220,9 @@ class Run:
             )  # fmt: skip
             if self.resizing is not None:
                 plan = self.resizing.plan(plan)
+            left = self.course.steps_left
+            if left is not None and 0 < left < len(plan.shard(self.setup.rank, self.setup.world)):
+                plan = first_batches(plan, left)
             if self.staging is not None:
                 plan, counts = self.staging.plan(plan, self._options, self.copying.found)
                 if self.feeding is not None:
@@ -222,17 +238,6 @@ class Run:
         if self.trace is not None and setup.rank == 0:
             self.trace.write(shard.plan)
         return shard
-
-    def _warn_of(self, plan: Plan) -> None:
-        """Warn of what a user may not expect of a new window."""
-        if not self.course.left:
-            self.voice.warn_once(
-                f"drop_last leaves no batch: there are {len(plan)} samples and a batch has {plan.batch_size}."
-            )
-        if plan.window == self.setup.windows:
-            self.voice.warn_once(
-                f"More epochs are made than epochs={self.setup.epochs}: they go on as the last one; progress stays at 1."
-            )
 
     def check_equal(self, shard: Shard, ranks: Ranks) -> None:
         """Every rank has made the plan for itself: stop all ranks if the plans, or how they are divided, differ."""
@@ -364,7 +369,7 @@ class Run:
         return last if past else self.planning.expected(window).lr_scale
 
     def __len__(self) -> int:
-        """Batches of the epoch in progress, or of the next one."""
+        """Batches of the epoch in progress, or of the next one; of a run counted in steps, at most what is left of it."""
         course, pieces = self.course, self.setup.pieces
         first = course.window // pieces * pieces
         steps = {window: self.planning.expected(window).steps for window in range(first, first + pieces)}
@@ -374,7 +379,9 @@ class Run:
                 self._said_length = course.window + 1, sum(steps.values())
         else:
             self._said_length = course.window, sum(steps.values())
-        return sum(steps.values())
+        to_come = sum(steps[window] for window in steps if window >= course.window) - len(course.delivered)
+        beyond = 0 if course.steps_left is None or course.steps_left <= 0 else max(0, to_come - course.steps_left)
+        return sum(steps.values()) - beyond
 
     @property
     def epoch(self) -> int:

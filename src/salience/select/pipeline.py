@@ -17,7 +17,7 @@ from salience.registry import find
 from salience.seeds import PLAN, generator
 from salience.select.batching import Batching, filled, members, trimmed
 from salience.select.drawing import choose_outside
-from salience.select.fetching import Stock, Swap, refresh_set, resident_first, swap, swap_note
+from salience.select.fetching import Stock, Swap, refresh_set, swap, swap_note
 from salience.select.plugins import Plugin, plugin_of
 from salience.select.ranks import rank_normalise
 from salience.select.view import NO_REFERENCE, Bools, Candidates, Clock, Draw, Floats, Ids, Reference, Rng, View
@@ -155,9 +155,6 @@ class Pipeline:
             rng.shuffle(ids)
         else:
             order = rng.permutation(len(ids))
-            ids, weights = ids[order], weights[order]
-        if stock is not None:
-            order = resident_first(ids, stock.resident, batch)
             ids, weights = ids[order], weights[order]
         if fills:
             ids, weights = filled(ids, weights, batch, rng)
