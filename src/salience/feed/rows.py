@@ -117,7 +117,7 @@ class RowCache:
         self.rows_from_slow_tier, self.rows_from_memory = int(state["slow"]), int(state["memory"])
 
 
-def _highest(values: npt.NDArray[np.float32], count: int) -> Ids:
+def _highest(values: npt.NDArray[np.floating[Any]], count: int) -> Ids:
     """The `count` rows of the highest values, in the order of their ids; of equals, the first."""
     if count >= len(values):
         return np.arange(len(values))
