@@ -65,7 +65,7 @@ def test_augmentation_still_runs_before_it(pictures):
 
     loader = salience.Loader(pictures, 16, epochs=3, treat="resolution", augment=[mark])
     x, _ = next(iter(loader))
-    assert x.shape[-1] == 24
+    assert x.shape[-1] == 16
     assert not x.any()
 
 
@@ -104,7 +104,7 @@ def test_images_are_found_in_dicts_and_beside_ids():
     loader = salience.Loader(Dicts("image"), 10, epochs=3, treat="resolution", with_ids=True)
     ids, batch = next(iter(loader))
     assert len(ids) == 10
-    assert batch["image"].shape == (10, 3, 24, 24)
+    assert batch["image"].shape == (10, 3, 16, 16)
     assert batch["note"].shape == (10, 4)
 
 
@@ -113,7 +113,7 @@ def test_batches_whose_images_are_not_known_are_left_alone_and_said(names, said)
     loader = salience.Loader(Dicts(*names), 10, epochs=3, treat="resolution")
     for batch in loader:
         assert all(batch[name].shape[-1] == 32 for name in names)
-        assert loader.resize(torch.zeros(10, 3, 32, 32)).shape[-1] == 24
+        assert loader.resize(torch.zeros(10, 3, 32, 32)).shape[-1] == 16
         loader.skip()
     warnings = [event["text"] for event in loader.events.recent if event["kind"] == "warning"]
     assert len(warnings) == 1

@@ -36,9 +36,9 @@ class Treat:
     """Stages with a curve become stronger if training accuracy leaves validation behind, and weaker if it does not."""
     sizes: str | Callable[[float], float] = "rise"
     """"resolution": share of the full side over the run; "rise", "valley", "ramp", or a function of progress."""
-    low: float = 0.75
+    low: float = 0.5
     """"resolution": the smallest share of the side."""
-    until: float = 0.6
+    until: float = 0.55
     """"resolution": the progress from which on images have their full size."""
 
     def __post_init__(self) -> None:
