@@ -80,6 +80,7 @@ def test_a_hundred_steps_differ_by_no_more_than_a_levers_class_says(lever, make,
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, where its compiler is imported
 def test_a_compiled_model_is_the_same_up_to_rounding():
     eager = trained(sgd, lambda way: None)
     way = trained(sgd, lambda way: way.switch("compile", True))
