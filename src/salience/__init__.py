@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from salience.plan import Plan, Trace
     from salience.schedule import ProgressLR
     from salience.selector import Selector
+    from salience.speed import Tuned, tune
     from salience.treat import Stage, Treat
 
 __all__ = [
@@ -61,9 +62,11 @@ __all__ = [
     "StoreError",
     "Trace",
     "Treat",
+    "Tuned",
     "Use",
     "__version__",
     "sync",
+    "tune",
     "tune_select",
 ]
 
@@ -75,7 +78,8 @@ _HOMES = {
         "StateError StoreError",
         "feed": "Source", "feed.sharing.shared": "SharedFeed", "gradients": "sync", "ledger": "Ledger",
         "ledger.sharing": "SharedLedger", "loader": "Loader",
-        "observer": "Observer", "plan": "Plan Trace", "schedule": "ProgressLR", "selector": "Selector", "treat": "Stage Treat",
+        "observer": "Observer", "plan": "Plan Trace", "schedule": "ProgressLR", "selector": "Selector",
+        "speed": "Tuned tune", "treat": "Stage Treat",
     }.items()
     for name in names.split()
 }  # fmt: skip

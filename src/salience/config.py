@@ -236,7 +236,7 @@ class TrainConfig:
     remote_scores: bool = _setting(
         False, "use scores from `salience score`, a process near the data that watches --out"
     )
-    auto: bool = _setting(False, "measure the run and keep what makes it faster; the result of training stays the same")
+    auto: bool = _setting(False, "measure the run and keep what makes it faster; the same training, up to rounding")
     sinks: str = _setting(
         "", "where to send figures too: tensorboard:FOLDER, wandb:PROJECT, mlflow:URI; separated by commas"
     )

@@ -135,6 +135,11 @@ class Door:
         """Loss weights of the most recent batch, or of the one with these `ids`, float32 [B]; `loss` applies them itself."""
         return self._run.recording.weights(ids)
 
+    def resize(self, images: Tensor) -> Tensor:
+        """Images [B, C, H, W] at the size of this window, with treat="resolution"; batches of a Loader have it already."""
+        resizing = self._run.resizing
+        return images if resizing is None else resizing.resize(images)
+
     def relabelled(self, targets: Tensor, ids: Tensor | None = None) -> Tensor:
         """The batch's targets, with suspected ones replaced by the model's class. Nothing is relabelled unless you use this.
 
@@ -286,6 +291,12 @@ class Door:
         """Number of samples in the most recent batch."""
         batch = self._run.recording.batch
         return 0 if batch is None else len(batch.ids)
+
+    @property
+    def global_batch_len(self) -> int:
+        """Number of samples in the most recent batch over all ranks."""
+        batch, shard = self._run.recording.batch, self._run.course.shard
+        return 0 if batch is None or shard is None else int(shard.global_sizes[batch.number])
 
     @property
     def plan(self) -> Plan | None:

@@ -24,6 +24,7 @@ from salience.feed.dataset import SourceDataset
 from salience.feed.sharing.shared import SharedFeed
 from salience.feed.sizes import memory_bytes
 from salience.feed.source import Source
+from salience.large.growth import Growth
 from salience.ledger import Ledger
 from salience.ledger.copies import Copies
 from salience.ledger.keys import Keys
@@ -43,6 +44,7 @@ from salience.run.order import Generators
 from salience.run.part import Setup
 from salience.run.parts import Parts
 from salience.run.planned import PlannedBatches, PlannedSampler
+from salience.run.resizing import Resizing
 from salience.run.selection import Select
 from salience.run.staging import Staging
 from salience.run.workers import WorkerSource
@@ -94,7 +96,7 @@ class Loader(Door, Generic[T]):
 
     `augment` is a list of stages that run after the data set, in the workers (after `decode` if there is one), with random
     numbers that depend only on seed, window and sample. `treat` says which samples get all of them fresh: "reuse", "echo",
-    "auto" or a `salience.Treat`.
+    "auto" or a `salience.Treat`. "resolution" shows smaller images in a part of the run.
 
     `auto=True` measures the run, tries at window edges what could make it faster and was not given (workers, cache), keeps
     what does, and logs every decision. With a `baseline` or `auto="lossy"` it also tries what changes training: `treat` if
@@ -118,6 +120,7 @@ class Loader(Door, Generic[T]):
     A stream (an `IterableDataset`, a streaming data set of Hugging Face, a WebDataset pipeline, anything that can be iterated
     over anew) is read `window` samples at a time, which are planned among themselves; a `for` loop is one pass. Its `keys` are
     a field of the samples, a function or, by default, "__key__" or the content. Samples never seen are all visited.
+    `grow` (a `salience.large.Growth`) makes batches larger where the learning rate would fall.
     """
 
     def __init__(
@@ -156,11 +159,16 @@ class Loader(Door, Generic[T]):
         keys: KeysGiven = None,
         quality: npt.ArrayLike | str | None = None,
         copies: Copies | None = None,
+        grow: Growth | None = None,
         **dataloader: Any,
     ) -> None:
         shared = dataset if isinstance(dataset, SharedFeed) else None
         dataset, reading = with_reading(dataset, dataloader)
         _check_arguments(batch_size, dataloader)
+        if grow is not None and (reading.cached or shared is not None):
+            raise ConfigError(
+                "grow= changes the size of batches, which a cache has fixed places for; leave one of them out."
+            )
         if with_ids and ids_key is not None:
             raise ConfigError(f"with_ids=True and ids_key={ids_key!r} are two ways to deliver ids; choose one.")
         in_order = shuffle is not None and not shuffle  # DataLoader forwards None as its default, and takes 0 for False
@@ -173,6 +181,9 @@ class Loader(Door, Generic[T]):
                 raise ConfigError('ledger="share" needs a SharedFeed; without one, pass ledger=SharedLedger(folder).')
             ledger = shared.shared_ledger()
         stages = None
+        resolution = None if treat is None or Treat.of(treat).kind != "resolution" else Treat.of(treat)
+        if resolution is not None:
+            treat = None
         if augment is not None or treat is not None:
             stages = as_stages(() if augment is None else augment)
             if shared is not None:
@@ -185,19 +196,23 @@ class Loader(Door, Generic[T]):
         stream = is_stream(dataset)
         if stream:
             check_stream({
-                "augment": augment, "treat": treat, "generator": generator, "reference": reference, "baseline": baseline,
-                "embeddings": embeddings, "auto": auto, "balance": balance, "costs": costs, "even": even, "trace": trace,
-                "batch_tokens": batch_tokens, "lengths": lengths, "quality": quality,
-                "copies": copies, "steps": steps,
+                "augment": augment, "treat": treat or resolution, "generator": generator, "reference": reference,
+                "baseline": baseline, "embeddings": embeddings, "auto": auto, "balance": balance, "costs": costs, "even": even,
+                "trace": trace, "batch_tokens": batch_tokens, "lengths": lengths, "quality": quality, "copies": copies,
+                "steps": steps, "grow": grow,
             })  # fmt: skip
-        sizes = None if stream else lengths_for(dataset, batch_tokens, lengths, batch_size=batch_size, treat=treat)
+        sizes = (
+            None
+            if stream
+            else lengths_for(dataset, batch_tokens, lengths, batch_size=batch_size, treat=treat or resolution)
+        )
         named = Keys() if stream else None if keys is None else Keys.of(keys_of(dataset, keys))
         parts = Parts(
             1 if stream else _length(dataset), batch_size=batch_size, epochs=None if stream else epochs, steps=steps,
             select=select, seed=seed, drop_last=drop_last, window=None if stream else window, stream=stream, keys=named,
             generator=generator, shuffle=not in_order, even=even, ledger=ledger,
             reference=reference, baseline=baseline, embeddings=embeddings, trace=trace, log=log, sinks=sinks, strict=strict,
-            balance=balance, costs=costs, lengths=sizes, batch_tokens=batch_tokens, copies=copies,
+            balance=balance, costs=costs, lengths=sizes, batch_tokens=batch_tokens, copies=copies, grow=grow,
             quality=None if quality is None else quality_of(dataset, quality), alike={"auto": str(auto)},
         )  # fmt: skip
         chooser = None
@@ -228,7 +243,7 @@ class Loader(Door, Generic[T]):
         if stages is not None:
             feeding.stages = True
             optional = None
-            if treat is None and chooser is not None and chooser.lossy:
+            if treat is None and resolution is None and chooser is not None and chooser.lossy:
                 optional = Treat("reuse", memory=min(Treat().bytes, (memory_bytes() or 0) // 4))
             treating = Treating(
                 dataset, stages, optional or Treat.of(treat), seed=seed, workers=workers, ranks=ranks,
@@ -241,13 +256,18 @@ class Loader(Door, Generic[T]):
             planning=parts.planning, feeding=feeding, watching=parts.watching, staging=staging,
         )  # fmt: skip
         parts.watching.profile(workers, source.ahead)
+        resizing = None
+        if resolution is not None or (treat is None and chooser is not None and chooser.lossy):
+            resizing = Resizing(
+                parts.setup, parts.voice, resolution or Treat("resolution"), by_itself=True, optional=resolution is None
+            )
         deciding = None
         if chooser is not None:
             if chooser.lossy and select is None:
                 parts.copying.offer(parts.planning.offer("default"))
             deciding = Deciding(
                 parts.setup, parts.voice, chooser, workers=source, feeding=feeding, planning=parts.planning,
-                staging=staging, watching=parts.watching,
+                staging=staging, watching=parts.watching, resizing=resizing,
             )  # fmt: skip
         run = Run(
             parts,
@@ -256,6 +276,7 @@ class Loader(Door, Generic[T]):
             staging=staging,
             deciding=deciding,
             streaming=streaming,
+            resizing=resizing,
             options=source.options,
         )
         if deciding is not None:

@@ -46,6 +46,7 @@ from salience.run import resolve
 from salience.schedule import ProgressLR
 from salience.seeds import AUGMENT, torch_generator, torch_seed
 from salience.select.findings import save_copies
+from salience.speed import tune
 from salience.treat import Stage, Treat
 
 SHARE = "share"
@@ -145,6 +146,9 @@ class Training:
             **self._workers(persistent=not self._keeps_tests),
         )  # fmt: skip
         self.schedule = ProgressLR(self.optimizer, self.loader, "one_cycle")
+        self.tuned = None
+        if config.auto and not config.zero:
+            self.tuned = tune(self.trained, self.optimizer, self.loader)
         if ranks is None and (said := parallel.useless(config)):
             say(said)
         elif config.sync:
@@ -266,7 +270,7 @@ class Training:
         if self.device.type == "cuda":
             x = x.contiguous(memory_format=torch.channels_last)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
-            logits: Tensor = (self.trained if self.model.training else self.model)(x)
+            logits: Tensor = ((self.tuned or self.trained) if self.model.training else self.model)(x)
         if logits.shape != (len(x), len(self.data.classes)):
             raise ConfigError(
                 f"Model {self.config.model!r} returned shape {tuple(logits.shape)} for {len(x)} images of "
@@ -313,6 +317,7 @@ class Training:
             "launch": checkpoint.launch(),
             "schedule": self.schedule.state_dict(),
             "loader": self.loader.state_dict(),
+            "tuned": None if self.tuned is None else self.tuned.state_dict(),
         }
         if self.rank == 0:
             checkpoint.write(self.folder, state)
@@ -325,6 +330,8 @@ class Training:
         if saved.get("own") is not None and saved["config"]["sync"] == self.config.sync:
             own = checkpoint.read_of_rank(self.folder, self.rank, saved["stamp"]) if self.rank else None
             self.parallel.load_own_state(own or saved["own"])
+        if self.tuned is not None and saved.get("tuned") is not None:
+            self.tuned.load_state_dict(saved["tuned"])
         self.number = len(saved["loader"]["course"]["delivered"])
         say(f"Going on at epoch {min(self.loader.epoch + 1, self.config.epochs)}, after {self.number} of its batches.")
 

@@ -20,6 +20,7 @@ from salience.events import (
     Findings,
     GradientsProbed,
     LeverDecided,
+    NoiseMeasured,
     RunStarted,
     SampleBroken,
     SamplesScored,
@@ -109,6 +110,7 @@ def story_of(
             *dict.fromkeys(one.text for one in every(SignalsChosen)),
             *_scored(every(SamplesScored)),
             *_knowledge(runs),
+            *_noise(every(NoiseMeasured)),
         ),
         steered=tuple(every(Steered)),
         probes=tuple(every(GradientsProbed)),
@@ -120,6 +122,20 @@ def story_of(
         notes=(*_oddities(log, runs, windows, len(parts) - 1, again), *notes, *_left_out(log)),
     )
     return replace(story, shorter=_shorter(story))
+
+
+def _noise(measured: Sequence[NoiseMeasured]) -> list[str]:
+    """The gradient noise scale over the run, in a sentence."""
+    known = [one for one in measured if one.scale is not None]
+    if not known:
+        return ["The gradient noise hid the gradient: its scale is not known."] if measured else []
+    picked = known if len(known) <= 5 else [known[i * (len(known) - 1) // 4] for i in range(5)]
+    course = ", ".join(f"{one.scale:,.0f} (window {one.window})" for one in picked)
+    caveat = next((one.caveat for one in reversed(known) if one.caveat), "")
+    return [
+        f"The gradient noise scale was {course} samples, with steps of {known[-1].big:,.0f}: far larger steps would save "
+        f"fewer steps than they cost samples{f'; {caveat}' if caveat else ''}."
+    ]
 
 
 def _parts(events: Sequence[Event]) -> tuple[list[list[Event]], int]:

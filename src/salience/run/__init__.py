@@ -13,6 +13,7 @@ by_length   batches of similar length, measured in tokens (`bylength`)
 streaming   the samples of a stream, a window at a time, and the plan over them
 sharing     what this job learns, for other jobs over the same data
 feeding     bytes of a Source, its cache, broken samples
+resizing    smaller images in a part of the run
 staging     stages of augmentation (the work itself is in `salience.treat.treating`)
 deciding    what `auto` changes between two windows
 

@@ -89,6 +89,9 @@ class BatchIterator(Iterator[Any]):
                 run.take_back(batch)
             self._asked += 1
             self._check_end()
+            if run.deciding is not None and (batches := run.go_on()) is not None:
+                self.let_go()
+                self._arriving = batches
             while self._batch is None:
                 try:
                     self._batch = next(self._arriving)  # pyright: ignore[reportArgumentType]

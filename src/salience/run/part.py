@@ -98,9 +98,9 @@ class Setup:
         """Set the number of epochs that the `steps` of a run are expected to take."""
         self._set(epochs=epochs, windows=epochs * self.pieces)
 
-    def steps_in(self, visits: int) -> int:
+    def steps_in(self, visits: int, batch: int | None = None) -> int:
         """Batches on each rank that so many visits make; a tail with fewer samples than ranks joins the batch before it."""
-        whole, tail = divmod(visits, self.global_batch)
+        whole, tail = divmod(visits, batch or self.global_batch)
         return whole + (not self.drop_last and tail >= self.world)
 
     def keep_batches_of(self, batch: int) -> None:

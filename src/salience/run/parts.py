@@ -12,6 +12,7 @@ from salience._version import __version__
 from salience.config import SelectConfig
 from salience.errors import ConfigError
 from salience.events import EventLog
+from salience.large.growth import Growth
 from salience.ledger import Ledger
 from salience.ledger.copies import Copies
 from salience.ledger.keys import Keys
@@ -71,6 +72,7 @@ class Parts:
         stream: bool = False,
         quality: Quality | None = None,
         copies: Copies | None = None,
+        grow: Growth | None = None,
         alike: Mapping[str, Any] | None = None,
     ) -> None:
         """`alike` are more settings that must be the same on all ranks."""
@@ -97,10 +99,12 @@ class Parts:
         known = None if board is None else board.begin()
         start = ledger if known is None else known.ledger
         self.planning = Planning(
-            self.setup, select, self.voice, baseline=baseline, even=even, quality=quality,
+            self.setup, select, self.voice, baseline=baseline, even=even, quality=quality, grow=grow,
             knows=known is not None and start is not None, order=PlainOrder(n, generator, seed=seed, shuffle=shuffle),
         )  # fmt: skip
-        self._check_alike(balance=balance, costs=costs is not None, batch_tokens=batch_tokens, **(alike or {}))
+        self._check_alike(
+            balance=balance, costs=costs is not None, batch_tokens=batch_tokens, grow=grow and grow.described, **(alike or {}),
+        )  # fmt: skip
         self.by_length = None
         if lengths is not None and batch_tokens is not None:
             check_options(self.planning, even=even, drop_last=drop_last, divides=balance or costs is not None)

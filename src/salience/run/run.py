@@ -23,6 +23,7 @@ from salience.run.losses import Targets, check_counts, check_losses
 from salience.run.order import Drawn
 from salience.run.part import Batch, BatchSource, Part
 from salience.run.parts import Parts
+from salience.run.resizing import Resizing
 from salience.run.selection import first_batches
 from salience.run.staging import Staging
 from salience.run.streaming import Streaming
@@ -52,6 +53,7 @@ class Run:
         staging: Staging | None = None,
         deciding: Deciding | None = None,
         streaming: Streaming | None = None,
+        resizing: Resizing | None = None,
         options: dict[str, Any] | None = None,
     ) -> None:
         """`options` are those of the DataLoader inside, for the rehearsal of stages."""
@@ -59,9 +61,14 @@ class Run:
         self.recording, self.planning, self.copying = parts.recording, parts.planning, parts.copying
         self.sensing, self.watching, self.probing = parts.sensing, parts.watching, parts.probing
         self.balancing, self.feeding, self.staging, self.deciding = parts.balancing, feeding, staging, deciding
-        self.by_length, self.streaming, self.sharing = parts.by_length, streaming, parts.sharing
+        self.by_length, self.streaming, self.sharing, self.resizing = (
+            parts.by_length,
+            streaming,
+            parts.sharing,
+            resizing,
+        )
         named = (
-            deciding, feeding, staging, self.sensing, self.recording, self.copying, self.probing, self.planning,
+            deciding, feeding, staging, resizing, self.sensing, self.recording, self.copying, self.probing, self.planning,
             self.watching, self.balancing, self.by_length, self.streaming, self.sharing,
         )  # fmt: skip
         self.all_parts: tuple[Part, ...] = tuple(part for part in named if part is not None)
@@ -149,6 +156,14 @@ class Run:
             open_window(shard, done)
         return self.source.start(shard, done)
 
+    def go_on(self) -> Iterator[Batch] | None:
+        """Inside a long window: let `auto` decide; the remaining batches made anew if it changed something, else None."""
+        course, deciding = self.course, self.deciding
+        if deciding is None or course.shard is None or not deciding.due(len(course.delivered), course.left):
+            return None
+        done = frozenset(course.delivered)
+        return self.source.start(course.shard, done) if deciding.inside(course.shard, done) else None
+
     @property
     def plain(self) -> bool:
         """True if orders are those of a plain DataLoader, drawn when it would; a rank of several could do so alone."""
@@ -220,6 +235,8 @@ class Run:
                     stock=None if self.feeding is None else self.feeding.stock(), worker_seed=worker_seed,
                     learnt_loss=self.probing.learnt_loss, jury=self.sensing.jury_ledgers,
                 )  # fmt: skip
+            if self.resizing is not None:
+                plan = self.resizing.plan(plan)
             left = self.course.steps_left
             if left is not None and 0 < left < len(plan.shard(self.setup.rank, self.setup.world)):
                 plan = first_batches(plan, left)

@@ -153,7 +153,7 @@ def _identity(run: Run) -> dict[str, Any]:
     setup = run.setup
     return {
         "population": None if setup.stream else setup.n, "seed": setup.seed,
-        "window": setup.window if setup.pieces > 1 else None,
+        "window": setup.window if setup.pieces > 1 else None, "grow": run.planning.grow and run.planning.grow.described,
         "select": run.planning.described, "reference": checksum(run.sensing.given),
         "embeddings": None if run.copying.search is None else run.copying.search.given,
         "batch_tokens": None if run.by_length is None else run.by_length.most,

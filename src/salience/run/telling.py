@@ -39,7 +39,7 @@ def window_planned(run: Run, plan: Plan) -> WindowPlanned:
         window=plan.window, picked=len(plan), population=plan.population, progress=run.course.progress,
         seconds=run.voice.watch.seconds.get("plan", 0.0), visited=run.course.visits,
         filters=tuple(FilterNote(name=n.name, dropped=n.dropped, forced=n.forced, reason=n.reason) for n in plan.notes),
-        by_importance=picked_by_importance(plan),
+        by_importance=picked_by_importance(plan), resolution=plan.resolution,
     )  # fmt: skip
 
 

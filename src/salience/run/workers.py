@@ -62,6 +62,8 @@ class WorkerSource:
         self.options = {**options, "worker_init_fn": WorkerInit(dataset, options.get("worker_init_fn"))}
         if moving is not None and moving.device.type == "cuda":
             self.options.setdefault("pin_memory", True)
+        self._deeper: dict[str, Any] = {}
+        self._pinned: dict[str, Any] = {}
         self._data = EnvelopeDataset(staging.treating.staged if staging else dataset)
         self.collate, self._collate = collate, self._whole_collate(collate)
         self._orders, self._generator = Orders(), torch.Generator()
@@ -106,9 +108,12 @@ class WorkerSource:
         """True if worker processes are started anew for every window."""
         return not self.inner.persistent_workers
 
-    def restart(self, workers: int) -> None:
-        """Make batches with that many workers from the next window on."""
-        self.inner = self._make({**self.options, "num_workers": workers})
+    def restart(self, workers: int, *, prefetch: int | None = None, pin: bool | None = None) -> None:
+        """Make batches with that many workers from the next window on; `prefetch` and `pin` replace what was left open."""
+        self._deeper = self._deeper if prefetch is None else {"prefetch_factor": prefetch} if prefetch else {}
+        self._pinned = self._pinned if pin is None else {"pin_memory": True} if pin else {}
+        deeper = self._deeper if workers else {}
+        self.inner = self._make({**self.options, "num_workers": workers, **deeper, **self._pinned})
 
     def change(self, name: str, value: Any) -> None:
         """Set an option of the DataLoader inside, or its collate function, from the next iter() on."""
