@@ -22,6 +22,7 @@ from salience.run.iterating import BatchIterator
 from salience.run.losses import Targets
 from salience.run.sensing import MakeScorer
 from salience.run.state import resume, saved
+from salience.run.tokens import NO_CLASS_PER_TOKEN, one_per_token, token_means
 from salience.select.presets import preset_name
 from salience.signals.ghost import Extent
 from salience.signals.jury import Juror
@@ -66,6 +67,7 @@ class Door:
         again: bool = False,
         counts: Tensor | None = None,
         total: Tensor | float | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Record per-sample losses and return their weighted mean, sum(w * l) / B.
 
@@ -83,15 +85,23 @@ class Door:
         If each loss is the mean of `counts` [B] items (tokens), every item has the same weight. If gradients are accumulated
         over batches that may differ in size, `total` is the number of items (without `counts`: of samples) of the whole step,
         over all its batches and ranks: the result is sum(w * l * counts) * world / total, to be added up and not averaged.
+
+        With `mask` [B, T] the losses are those of tokens, [B, T]: the ledger records the mean of each sample over the tokens
+        that the mask names, and every token has the same weight (or that of the mask, if it is not zeros and ones).
         """
         if torch.compiler.is_compiling():
-            if ids is not None or counts is not None or total is not None:
+            if ids is not None or counts is not None or total is not None or mask is not None:
                 raise LossError(
-                    "loss() inside a compiled step takes no ids=, counts= or total=; call it outside, or drop them."
+                    "loss() inside a compiled step takes no ids=, counts=, total= or mask=; call it outside, or drop them."
                 )
             if not isinstance(targets, Tensor | None):
                 raise LossError("loss() inside a compiled step takes no mixed targets; call it outside.")
             return weighted_sum(losses, logits, targets, self._handle)
+        if mask is not None:
+            losses, counts = token_means(losses, mask, counts)
+            if one_per_token(targets, mask):
+                self._run.voice.warn_once(NO_CLASS_PER_TOKEN)
+                logits = targets = None
         return self._run.loss(losses, logits, targets, ids, again=again, counts=counts, total=total)
 
     def skip(self) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 from typing_extensions import TypeVar
 
 from salience.batches import EnvelopeCollate
@@ -28,12 +28,19 @@ from salience.feed.sizes import memory_bytes
 from salience.feed.source import Source
 from salience.large.growth import Growth
 from salience.ledger import Ledger
+from salience.ledger.copies import Copies
+from salience.ledger.keys import Keys
 from salience.report.sinks import Sink
 from salience.run import Run
 from salience.run.deciding import Deciding, cores_of, first_cache
 from salience.run.feeding import Feeding
+from salience.run.grading import quality_of
+from salience.run.growing import grow
 from salience.run.iterating import BatchIterator
+from salience.run.lengths import lengths_of
 from salience.run.moving import Moving
+from salience.run.naming import KeysGiven, keys_of
+from salience.run.opening import check_stream, is_stream, lengths_for, open_stream
 from salience.run.order import Generators
 from salience.run.part import Setup
 from salience.run.parts import Parts
@@ -62,7 +69,7 @@ _PASSED = set(inspect.signature(DataLoader.__init__).parameters) - {
 
 
 class Loader(Door, Generic[T]):
-    """Iterates over the planned batches of a map-style data set.
+    """Iterates over the planned batches of a map-style data set, or of a stream.
 
         loader = salience.Loader(train_set, batch_size=128, epochs=30, select="default")
         for epoch in range(loader.epoch, 30):
@@ -97,6 +104,23 @@ class Loader(Door, Generic[T]):
 
     With several ranks, `balance=True` gives each a part of every batch in proportion to its measured speed, and `costs` (a
     number per sample, such as its length) divides every batch so that long samples go together and all ranks take equally long.
+
+    `batch_tokens` instead of `batch_size` makes batches of samples of similar length, of at most that many tokens per rank with
+    padding; `lengths` are the tokens of every sample, as an array or the name of a column (None: the data set's `lengths`, or
+    one pass that measures them). Every sample counts alike, whatever batch it is in.
+
+    `keys` name the samples: a column or field, "positions" in the innermost data set, "content", a function of a sample, or a
+    sequence. With keys, a `ledger` of another run is matched by name, so that samples may have been added or removed since, and
+    the data set may grow at its end between two epochs.
+
+    `quality` is a number per sample, high = good, as an array or the name of a column: in the first half of the run everything
+    may be visited, in the second half the better half; the filter `quality` in `select` may say otherwise. `copies` are
+    near-duplicates found before the run, as `salience.select.duplicates.near_duplicates(texts)` finds them.
+
+    A stream (an `IterableDataset`, a streaming data set of Hugging Face, a WebDataset pipeline, anything that can be iterated
+    over anew) is read `window` samples at a time, which are planned among themselves; a `for` loop is one pass. Its `keys` are
+    a field of the samples, a function or, by default, "__key__" or the content. Samples never seen are all visited.
+
     `grow` (a `salience.large.Growth`) makes batches larger where the learning rate would fall.
     """
 
@@ -131,12 +155,19 @@ class Loader(Door, Generic[T]):
         auto: bool | str | Path = False,
         balance: bool = False,
         costs: npt.ArrayLike | None = None,
+        batch_tokens: int | None = None,
+        lengths: npt.ArrayLike | str | None = None,
+        keys: KeysGiven = None,
+        quality: npt.ArrayLike | str | None = None,
+        copies: Copies | None = None,
         grow: Growth | None = None,
         **dataloader: Any,
     ) -> None:
         shared = dataset if isinstance(dataset, SharedFeed) else None
         dataset, reading = _with_reading(dataset, dataloader)
         _check_arguments(batch_size, dataloader)
+        if grow is not None and batch_tokens is not None:
+            raise ConfigError("grow= makes larger batches, and batch_tokens= limits them; leave one of them out.")
         if grow is not None and (reading.cached or shared is not None):
             raise ConfigError(
                 "grow= changes the size of batches, which a cache has fixed places for; leave one of them out."
@@ -160,11 +191,23 @@ class Loader(Door, Generic[T]):
             check_picklable(stages, dataloader)
         if isinstance(dataset, Source):
             dataset = SourceDataset(dataset, reading.decode if stages is None or shared is not None else None)
+        stream = is_stream(dataset)
+        if stream:
+            check_stream({
+                "augment": augment, "treat": treat, "generator": generator, "reference": reference, "baseline": baseline,
+                "embeddings": embeddings, "auto": auto, "balance": balance, "costs": costs, "even": even, "trace": trace,
+                "batch_tokens": batch_tokens, "lengths": lengths, "quality": quality,
+                "copies": copies, "steps": steps, "grow": grow,
+            })  # fmt: skip
+        sizes = None if stream else lengths_for(dataset, batch_tokens, lengths, batch_size=batch_size, treat=treat)
+        named = Keys() if stream else None if keys is None else Keys.of(keys_of(dataset, keys))
         parts = Parts(
-            _length(dataset), batch_size=batch_size, epochs=epochs, steps=steps, select=select, seed=seed,
-            drop_last=drop_last, window=window, generator=generator, shuffle=shuffle is not False, even=even,
-            ledger=ledger, reference=reference, baseline=baseline, embeddings=embeddings, trace=trace, log=log, sinks=sinks,
-            strict=strict, balance=balance, costs=costs, grow=grow, alike={"auto": str(auto)},
+            1 if stream else _length(dataset), batch_size=batch_size, epochs=None if stream else epochs, steps=steps,
+            select=select, seed=seed, drop_last=drop_last, window=None if stream else window, stream=stream, keys=named,
+            generator=generator, shuffle=shuffle is not False, even=even, ledger=ledger,
+            reference=reference, baseline=baseline, embeddings=embeddings, trace=trace, log=log, sinks=sinks, strict=strict,
+            balance=balance, costs=costs, grow=grow, lengths=sizes, batch_tokens=batch_tokens, copies=copies,
+            quality=None if quality is None else quality_of(dataset, quality), alike={"auto": str(auto)},
         )  # fmt: skip
         chooser = None
         if auto:
@@ -172,7 +215,12 @@ class Loader(Door, Generic[T]):
 
             chooser = Auto(auto, baseline, epochs=parts.setup.epochs)
         self.dataset, self.with_ids, self.ids_key, self.generator = dataset, with_ids, ids_key, generator
+        self._keys, self._lengths = keys, lengths
         self.device = None if device is None else _device(device)
+        streaming = None
+        if stream:
+            streaming = open_stream(parts, dataset, keys, window=window, epochs=epochs, options=dataloader)
+            dataset = streaming.buffer
         ranks, workers = parts.setup.ranks, dataloader.get("num_workers", 0)
         feeding = Feeding(parts.setup, parts.voice, dataset, reading, shared)
         adopted = 0 if reading.cached or shared is not None else first_cache(chooser, feeding.source, ranks)
@@ -222,6 +270,7 @@ class Loader(Door, Generic[T]):
             staging=staging,
             deciding=deciding,
             resizing=resizing,
+            streaming=streaming,
             options=source.options,
         )
         if deciding is not None:
@@ -236,10 +285,16 @@ class Loader(Door, Generic[T]):
 
     def __iter__(self) -> BatchIterator:
         """An iterator over one epoch: batches as made by `collate_fn`, or `(ids, batch)` with `with_ids`."""
+        if self._run.streaming is not None:
+            return super().__iter__()
         now = _length(self.dataset)
+        if now != self._run.setup.n and self._keys is not None and not self._run.course.open:
+            lengths = None if self._run.by_length is None else lengths_of(self.dataset, self._lengths)
+            grow(self._run, keys_of(self.dataset, self._keys), lengths)
         if now != self._run.setup.n:
             raise DataError(
-                f"The data set had {self.n} samples and now has {now}; make a new Loader when the data set changes."
+                f"The data set had {self.n} samples and now has {now}; make a new Loader when the data set changes, or "
+                "pass keys=, with which it may grow between two epochs."
             )
         return super().__iter__()
 
@@ -249,6 +304,8 @@ class Loader(Door, Generic[T]):
         A data set with its own `state_dict` and `load_state_dict` is saved too, unless worker processes read it.
         """
         state = super().state_dict()
+        if self._run.streaming is not None:
+            return state  # which has what the stream needs
         if _has_state(self.dataset) and self.num_workers == 0:
             state["dataset"] = self.dataset.state_dict()
         elif _has_state(self.dataset):
@@ -355,8 +412,6 @@ def _has_state(dataset: Any) -> bool:
 
 
 def _length(dataset: Any) -> int:
-    if isinstance(dataset, IterableDataset):
-        raise DataError("An IterableDataset has no ids; salience needs a map-style data set (__getitem__ and __len__).")
     if isinstance(dataset, DataLoader):
         raise DataError("A DataLoader is no data set: pass what it reads, Loader(dataloader.dataset, batch_size=...).")
     try:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from salience.events.data import KeysMatched, LengthsBatched, StreamRead
 from salience.events.findings import Findings
 from salience.events.timing import (
     BottleneckFound,
@@ -347,7 +348,8 @@ class Warned:
 EventData = (
     RunStarted | WindowPlanned | SignalsChosen | GradientsProbed | WindowClosed | Evaluated | Balanced | Steered
     | SamplesScored | CopiesFound | Findings | SampleBroken | FeedCounted | TreatCounted | BottleneckFound | LeverDecided
-    | NoiseMeasured | SettingsChanged | Summarised | Warned
+    | NoiseMeasured | SettingsChanged | LengthsBatched | KeysMatched | StreamRead
+    | Summarised | Warned
 )  # fmt: skip
 """Any kind of event."""
 

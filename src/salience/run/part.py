@@ -44,6 +44,10 @@ class Setup:
     """Samples that are planned at once; None = a whole epoch."""
     steps: int | None = None
     """Batches of the whole run on each rank; None where it is counted in epochs."""
+    stream: bool = False
+    """True if samples come from a stream: `n` is the number of keys so far, and `epochs` is not known to the run."""
+    mean_batch: float | None = None
+    """Samples per batch on each rank, on average, where batches are measured in tokens; None = `batch_size`."""
     rank: int = field(init=False)
     world: int = field(init=False)
     global_batch: int = field(init=False)
@@ -85,7 +89,7 @@ class Setup:
             raise ConfigError(f"seed is {self.seed}; it must be at least 0.")
         rank, world = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.world)
         self._set(rank=rank, world=world)
-        self.keep_batches_of(self.batch_size * world)
+        self.keep_batches_of(self.batch_size * world if self.mean_batch is None else 1)
         if self.steps is not None:
             self.count_epochs(-(-self.steps // max(1, self.steps_in(self.n))))
 
@@ -109,10 +113,16 @@ class Setup:
             size = self.window // batch * batch
         pieces = -(-self.n // size)
         self._set(
-            global_batch=batch, rank_batch=-(-batch // self.world), piece_size=size, pieces=pieces,
+            global_batch=batch, piece_size=size, pieces=pieces,
+            rank_batch=-(-batch // self.world) if self.mean_batch is None else max(1, round(self.mean_batch)),
             short_tail=self.n % batch > 0 and not self.drop_last,
             windows=None if self.epochs is None else self.epochs * pieces,
         )  # fmt: skip
+
+    def grow(self, n: int) -> None:
+        """The data set has `n` samples now."""
+        object.__setattr__(self, "n", n)
+        self.keep_batches_of(self.global_batch)
 
     def _set(self, **derived: int | None) -> None:
         for name, value in derived.items():

@@ -13,11 +13,16 @@ from salience.config import SelectConfig
 from salience.events import EventLog
 from salience.large.growth import Growth
 from salience.ledger import Ledger
+from salience.ledger.copies import Copies
+from salience.ledger.keys import Keys
 from salience.plan import Trace
 from salience.ranks import current_ranks
 from salience.report.sinks import Sink
 from salience.run.balancing import Balancing
+from salience.run.bylength import ByLength, check_options, mean_samples
 from salience.run.copying import Copying
+from salience.run.grading import Quality
+from salience.run.lengths import Lengths
 from salience.run.order import Generators, PlainOrder
 from salience.run.part import Setup, Voice, parse_count
 from salience.run.planning import Planning
@@ -58,13 +63,20 @@ class Parts:
         strict: bool,
         balance: bool = False,
         costs: npt.ArrayLike | None = None,
+        lengths: Lengths | None = None,
+        batch_tokens: int | None = None,
+        keys: Keys | None = None,
+        stream: bool = False,
+        quality: Quality | None = None,
+        copies: Copies | None = None,
         grow: Growth | None = None,
         alike: Mapping[str, Any] | None = None,
     ) -> None:
         """`alike` are more settings that must be the same on all ranks."""
         self.setup = Setup(
             n=n, batch_size=batch_size, epochs=epochs, steps=steps, seed=seed, drop_last=drop_last,
-            ranks=current_ranks(), window=None if window is None else parse_count(window),
+            ranks=current_ranks(), window=None if window is None else parse_count(window), stream=stream,
+            mean_batch=None if lengths is None or batch_tokens is None else mean_samples(lengths, batch_tokens),
         )  # fmt: skip
         events = log if isinstance(log, EventLog) else EventLog(log if self.setup.rank == 0 else None)
         self.voice = Voice(events, strict=strict)
@@ -72,12 +84,22 @@ class Parts:
         open_sinks(self.setup, self.voice, sinks)
         self.watching = Watching(several_ranks=self.setup.world > 1)
         self.planning = Planning(
-            self.setup, select, self.voice, baseline=baseline, even=even, grow=grow,
+            self.setup, select, self.voice, baseline=baseline, even=even, quality=quality, grow=grow,
             order=PlainOrder(n, generator, seed=seed, shuffle=shuffle),
         )  # fmt: skip
-        self._check_alike(balance=balance, costs=costs is not None, grow=grow and grow.described, **(alike or {}))
-        self.recording = Recording(self.setup, self.voice, ledger)
-        self.copying = Copying(self.setup, self.voice, self.planning.pipeline, embeddings)
+        self._check_alike(
+            balance=balance,
+            costs=costs is not None,
+            batch_tokens=batch_tokens,
+            grow=grow and grow.described,
+            **(alike or {}),
+        )
+        self.by_length = None
+        if lengths is not None and batch_tokens is not None:
+            check_options(self.planning, even=even, drop_last=drop_last, divides=balance or costs is not None)
+            self.by_length = ByLength(self.setup, self.voice, lengths, batch_tokens)
+        self.recording = Recording(self.setup, self.voice, ledger, keys)
+        self.copying = Copying(self.setup, self.voice, None if stream else self.planning.pipeline, embeddings, copies)
         given = None if reference is None else reference_of(reference, n)
         if given is not None and self.planning.config == PRESETS["fine_pruning"]:
             self.voice.warn(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from salience.large.growth import Growth
 from salience.ledger import COLUMNS, Ledger, merge
 from salience.ledger.copies import Copies
 from salience.plan import Plan, Shard, Trace
+from salience.run.grading import Quality, graded
 from salience.run.order import Drawn, PlainOrder
 from salience.run.part import Part, Setup, Voice
 from salience.run.selection import (
@@ -65,10 +67,11 @@ class Planning(Part):
         baseline: Paths | None = None,
         order: PlainOrder | None = None,
         even: bool = False,
+        quality: Quality | None = None,
         grow: Growth | None = None,
     ) -> None:
         self.grow = grow
-        self.config, self._even = resolve(select), even
+        self.config, self._even = graded(resolve(select), quality), even
         if even and isinstance(self.config, SelectConfig):
             self.config = at_mean_share(self.config, setup.epochs or 1)
         elif even and self.config is not None:
@@ -96,11 +99,17 @@ class Planning(Part):
         """The plain order of the epoch in progress."""
         if isinstance(self.config, SelectConfig):
             self.pipeline = self._pipeline(self.config)
+            self.pipeline.quality = quality
             pace_over_steps(setup, lambda window: self.expected(window).steps)
             self.fixed = Fixed(self.config, setup, even=even) if self.config.mode == "static" else None
             self._steering = self._make_steering(baseline)
         elif isinstance(self.config, Trace):
             self.config.check(setup.n, setup.windows)
+
+    @property
+    def replays(self) -> bool:
+        """True if plans come from a trace."""
+        return isinstance(self.config, Trace)
 
     # --- one window ---
 
@@ -150,7 +159,7 @@ class Planning(Part):
         opinions = () if self.fixed is None else self.fixed.opinions
         plan = pipeline.plan(
             merge(opinions) if opinions else ledger, window=epoch, windows=setup.epochs or 1, piece=piece, pieces=setup.pieces,
-            batch_size=self._batch(window), world=setup.world, seed=setup.seed, drop_last=setup.drop_last,
+            batch_size=self._batch(window), world=self._world, seed=setup.seed, drop_last=setup.drop_last,
             steered=self._share, opinions=opinions, **known,
         )  # fmt: skip
         self._check_known(ledger, plan)
@@ -183,7 +192,7 @@ class Planning(Part):
         validation result."""
         with self._voice.watch("plan"):
             self.note_course(ledger)
-            if self.pipeline is not None and self.pipeline.tries and self._setup.pieces == 1:
+            if self.pipeline is not None and self.pipeline.tries and self._setup.pieces == 1 and not self._setup.stream:
                 advance(ledger, window, self._setup.seed)
         if self._steering is not None and self._in_the_middle(window):
             self._steer(self._steering, window)
@@ -252,14 +261,25 @@ class Planning(Part):
         window = window % setup.pieces if self._even else window
         size = self._size(window)
         if self.pipeline is None:
-            return Expected(size, setup.steps_in(size, self._batch(window)), self._growth_of_rate(window))
-        batching = self.pipeline.batching(self._batch(window), setup.world, setup.drop_last)
+            return Expected(
+                size, self._in_steps(size, setup.steps_in(size, self._batch(window))), self._growth_of_rate(window)
+            )
+        batching = self.pipeline.batching(self._batch(window), self._world, setup.drop_last)
         granted, last = self._granted(window), window + 1 == setup.windows
         shrunk = batching.batch(granted, size) / self._batch(window) if batching.constant else 1.0
-        return Expected(
-            batching.visits(granted, size, last=last), batching.steps(granted, size, last=last),
-            shrunk**self.pipeline.config.lr_power * self._growth_of_rate(window),
-        )  # fmt: skip
+        visits = batching.visits(granted, size, last=last)
+        steps = self._in_steps(visits, batching.steps(granted, size, last=last))
+        return Expected(visits, steps, shrunk**self.pipeline.config.lr_power * self._growth_of_rate(window))
+
+    @property
+    def _world(self) -> int:
+        """Ranks that a step of the plan is divided among; where steps are cut by length, they are cut afterwards."""
+        return self._setup.world if self._setup.mean_batch is None else 1
+
+    def _in_steps(self, visits: int, steps: int) -> int:
+        """`steps`, or where batches are measured in tokens, about how many these visits make."""
+        mean = self._setup.mean_batch
+        return steps if mean is None else max(1, math.ceil(visits / (mean * self._setup.world)))
 
     def _batch(self, window: int) -> int:
         """Samples per step over all ranks in a window."""
@@ -290,7 +310,7 @@ class Planning(Part):
         if self._setup.steps is not None:
             return self._setup.steps
         exact = self.pipeline is None or self.pipeline.exact or self._even
-        if self._setup.windows is None or not exact:
+        if self._setup.windows is None or not exact or self._setup.mean_batch is not None:
             return None
         return sum(self.expected(window).steps for window in range(self._setup.windows))
 
@@ -334,9 +354,9 @@ class Planning(Part):
 
     def _make_steering(self, baseline: Paths | None) -> Steering | None:
         assert self.pipeline is not None
-        assert self._setup.epochs is not None
-        if self.pipeline.curve.name != "auto":
+        if self.pipeline.curve.name != "auto" or self._setup.stream:
             return None
+        assert self._setup.epochs is not None
         share = self.pipeline.keep(Clock(window=self._setup.epochs // 2, windows=self._setup.epochs))
         reads = baseline is not None and self._setup.rank == 0  # rank 0 decides, so it alone reads
         return Steering(share, read_histories(baseline) if reads and baseline is not None else ())

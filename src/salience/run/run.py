@@ -27,6 +27,7 @@ from salience.run.parts import Parts
 from salience.run.resizing import Resizing
 from salience.run.selection import first_batches
 from salience.run.staging import Staging
+from salience.run.streaming import Streaming
 from salience.select.findings import Study
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Run:
         staging: Staging | None = None,
         deciding: Deciding | None = None,
         resizing: Resizing | None = None,
+        streaming: Streaming | None = None,
         options: dict[str, Any] | None = None,
     ) -> None:
         """`options` are those of the DataLoader inside, for the rehearsal of stages."""
@@ -60,10 +62,10 @@ class Run:
         self.recording, self.planning, self.copying = parts.recording, parts.planning, parts.copying
         self.sensing, self.watching, self.probing = parts.sensing, parts.watching, parts.probing
         self.balancing, self.feeding, self.staging, self.deciding = parts.balancing, feeding, staging, deciding
-        self.resizing = resizing
+        self.by_length, self.streaming, self.resizing = parts.by_length, streaming, resizing
         named = (
             deciding, feeding, staging, resizing, self.sensing, self.recording, self.copying, self.probing, self.planning,
-            self.watching, self.balancing,
+            self.watching, self.balancing, self.by_length, self.streaming,
         )  # fmt: skip
         self.all_parts: tuple[Part, ...] = tuple(part for part in named if part is not None)
         self.course = Course(self.setup.steps)
@@ -113,6 +115,8 @@ class Run:
         if course.open and not course.pending:
             self.close()
         if not course.pending:
+            if self.streaming is not None and not goes_on and not course.resumed:
+                self.streaming.break_off()
             if not goes_on and not course.resumed:
                 course.window += -course.window % self.setup.pieces
             self.flush()
@@ -122,7 +126,7 @@ class Run:
                 self.planning.order.take(drawn, workers=source.has_workers)
             shard = self._plan(worker_seed)
             left = course.steps_left and course.steps_left - len(shard)
-            course.begin(shard, self.planning.visits_after(course.window, len(shard.plan), left))
+            course.begin(shard, self._visits_after(len(shard.plan), left))
             telling.warn_of_plan(self, shard.plan)
             self.events.emit(telling.window_planned(self, shard.plan))
         elif self.redraws and (drawn is None or source.has_workers):
@@ -147,7 +151,19 @@ class Run:
     @property
     def plain(self) -> bool:
         """True if orders are those of a plain DataLoader, drawn when it would; a rank of several could do so alone."""
-        return self.planning.config is None and self.staging is None and self.setup.ranks is None
+        return (
+            self.planning.config is None
+            and self.staging is None
+            and self.setup.ranks is None
+            and self.streaming is None
+        )
+
+    @property
+    def ends_epoch(self) -> bool:
+        """True if the open window is the last one of its epoch, of the run, or of its pass through a stream."""
+        if self.streaming is not None:
+            return not self.streaming.goes_on
+        return (self.course.window + 1) % self.setup.pieces == 0 or self.course.left == self.course.steps_left
 
     @property
     def redraws(self) -> bool:
@@ -169,6 +185,8 @@ class Run:
     def peek(self, before: Drawn | None) -> Iterator[Any]:
         """Batches that do not count, in an order of their own: the one drawn `before`, at iter(), if there is one."""
         setup = self.setup
+        if self.streaming is not None:
+            raise StateError("A stream is read by one iterator at a time; let go of the other one first (del it).")
         drawn = self.planning.peek(before, workers=self.source.has_workers)
         order = drawn.ids[setup.rank :: setup.world]
         if setup.drop_last:
@@ -199,25 +217,27 @@ class Run:
             telling.emit_findings(self)
 
     @property
-    def ends_epoch(self) -> bool:
-        """True if the open window is the last one of its epoch, or of the run."""
-        return (self.course.window + 1) % self.setup.pieces == 0 or self.course.left == self.course.steps_left
-
-    @property
     def cut(self) -> bool:
         """True if the run ends in the open window, before the end of its epoch."""
-        course, ends = self.course, (self.course.window + 1) % self.setup.pieces == 0
-        whole = ends and self.visits_of_window >= self.planning.expected(course.window).visits
-        return course.left == course.steps_left and not whole
+        course = self.course
+        if course.left != course.steps_left:
+            return False
+        ends = (course.window + 1) % self.setup.pieces == 0
+        return not ends or self.visits_of_window < self.planning.expected(course.window).visits
 
     def _plan(self, worker_seed: bool) -> Shard:
         """Plan the window that comes next; this rank's part of the plan."""
+        if self.streaming is not None:
+            self.streaming.fill()
         with self.voice.watch("plan"):
-            plan = self.planning.plan(
-                self.recording.ledger, self.course.window, reference=self.sensing.reference, copies=self.copying.found,
-                stock=None if self.feeding is None else self.feeding.stock(), worker_seed=worker_seed,
-                learnt_loss=self.probing.learnt_loss, jury=self.sensing.jury_ledgers,
-            )  # fmt: skip
+            if self.streaming is not None:
+                plan = self.streaming.plan(self.planning, self.recording.ledger, self.course.window)
+            else:
+                plan = self.planning.plan(
+                    self.recording.ledger, self.course.window, reference=self.sensing.reference, copies=self.copying.found,
+                    stock=None if self.feeding is None else self.feeding.stock(), worker_seed=worker_seed,
+                    learnt_loss=self.probing.learnt_loss, jury=self.sensing.jury_ledgers,
+                )  # fmt: skip
             if self.resizing is not None:
                 plan = self.resizing.plan(plan)
             left = self.course.steps_left
@@ -231,13 +251,18 @@ class Run:
             raise PluginError(
                 f"The plan of window {plan.window} is empty: select leaves nothing to train on; choose another."
             )
-        setup, balancing = self.setup, self.balancing
-        shard = plan.shard(setup.rank, setup.world) if balancing is None else balancing.divide(plan)
+        setup, divider = self.setup, self.by_length or self.balancing
+        shard = plan.shard(setup.rank, setup.world) if divider is None else divider.divide(plan)
         if setup.ranks is not None:
             self.check_equal(shard, setup.ranks)
         if self.trace is not None and setup.rank == 0:
             self.trace.write(shard.plan)
         return shard
+
+    def _visits_after(self, visits: int, steps: int | None) -> int | None:
+        if self.streaming is not None:
+            return self.streaming.visits_after(self.planning)
+        return self.planning.visits_after(self.course.window, visits, steps)
 
     def check_equal(self, shard: Shard, ranks: Ranks) -> None:
         """Every rank has made the plan for itself: stop all ranks if the plans, or how they are divided, differ."""
@@ -370,6 +395,8 @@ class Run:
 
     def __len__(self) -> int:
         """Batches of the epoch in progress, or of the next one; of a run counted in steps, at most what is left of it."""
+        if self.streaming is not None:
+            raise TypeError("A stream has no length, and so a Loader of it has none; iterate until it ends.")
         course, pieces = self.course, self.setup.pieces
         first = course.window // pieces * pieces
         steps = {window: self.planning.expected(window).steps for window in range(first, first + pieces)}
@@ -386,7 +413,7 @@ class Run:
     @property
     def epoch(self) -> int:
         """The epoch in progress, or the next one between two epochs."""
-        return self.course.window // self.setup.pieces
+        return self.course.window // self.setup.pieces if self.streaming is None else self.streaming.passes
 
     def set_epoch(self, epoch: int) -> None:
         """Accept the epoch that a framework announces; the run counts its epochs itself."""

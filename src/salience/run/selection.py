@@ -62,9 +62,14 @@ def of_steps(plan: Plan, steps: int, rng: np.random.Generator) -> Plan:
 
 def check_length(setup: Setup, config: SelectConfig | Trace | None, *, even: bool) -> None:
     """Raise ConfigError unless it is said how long the run is, in a way that fits the rest."""
-    if setup.epochs is None and config is not None:
+    if setup.epochs is None and config is not None and not setup.stream:
         raise ConfigError(
             "select needs epochs= (the number of passes you will make) or steps= (of batches), so that it can pace itself."
+        )
+    if setup.steps is not None and setup.mean_batch is not None:
+        raise ConfigError(
+            f"steps={setup.steps} counts batches of equal size, and batch_tokens= makes batches of as many samples as fit; say "
+            "how long the run is by epochs=."
         )
     if setup.steps is not None and (even or isinstance(config, Trace)):
         other = "even=True fixes the batches of an epoch" if even else "the plans of a trace are those of whole epochs"

@@ -110,7 +110,8 @@ def summary(run: Run, *, local: bool) -> dict[str, Any]:
     if run.setup.ranks is None or not local:
         run.flush()
     setup, course, config = run.setup, run.course, run.planning.config
-    selects, epochs = isinstance(config, SelectConfig), course.window // setup.pieces
+    selects = isinstance(config, SelectConfig)
+    epochs = max(1, run.epoch) if setup.stream else course.window // setup.pieces
     found = summarise(
         run.recording.ledger, config if isinstance(config, SelectConfig) else preset("default"),
         windows=setup.epochs or max(10, epochs), seed=setup.seed, batch_size=setup.global_batch,
