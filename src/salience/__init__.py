@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from salience.feed.sharing.shared import SharedFeed
     from salience.gradients import sync
     from salience.ledger import Ledger
+    from salience.ledger.sharing import SharedLedger
     from salience.loader import Loader
     from salience.observer import Observer
     from salience.plan import Plan, Trace
@@ -54,6 +55,7 @@ __all__ = [
     "SelectConfig",
     "Selector",
     "SharedFeed",
+    "SharedLedger",
     "Source",
     "Stage",
     "StateError",
@@ -74,7 +76,8 @@ _HOMES = {
         "batches": "Collated", "config": "SelectConfig Use", "decide.tuning": "tune_select",
         "errors": "BrokenSample ConfigError DataError LossError Misattributed MissingExtra PluginError RankError SalienceError "
         "StateError StoreError",
-        "feed": "Source", "feed.sharing.shared": "SharedFeed", "gradients": "sync", "ledger": "Ledger", "loader": "Loader",
+        "feed": "Source", "feed.sharing.shared": "SharedFeed", "gradients": "sync", "ledger": "Ledger",
+        "ledger.sharing": "SharedLedger", "loader": "Loader",
         "observer": "Observer", "plan": "Plan Trace", "schedule": "ProgressLR", "selector": "Selector",
         "speed": "Tuned tune", "treat": "Stage Treat",
     }.items()

@@ -92,6 +92,7 @@ class IdSource:
     """Ids and weights on a device."""
 
     has_workers = keeps_workers = False
+    ahead = 0
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -45,6 +45,8 @@ class RunStarted:
     """True if an incomplete last batch is dropped."""
     select: str | Mapping[str, Any] = "observe"
     """The resolved selection config, or "observe", "trace", or "recorded" by an Observer."""
+    knowledge: str = ""
+    """With a shared ledger: digest of what the run started from, or "nothing"; empty without one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -93,7 +93,7 @@ def story_of(
     story = Story(
         name=name,
         started=log.events[0].time,
-        run=runs[-1] if runs else RunStarted(),
+        run=replace(runs[-1], knowledge=runs[0].knowledge) if runs else RunStarted(),
         settings=dict(settings or {}),
         preset=preset,
         classes=None if classes is None else tuple(classes),
@@ -110,6 +110,7 @@ def story_of(
             *dict.fromkeys(one.text for one in every(SignalsChosen)),
             *_scored(every(SamplesScored)),
             *_noise(every(NoiseMeasured)),
+            *_knowledge(runs),
         ),
         steered=tuple(every(Steered)),
         probes=tuple(every(GradientsProbed)),
@@ -214,6 +215,14 @@ def _shorter(story: Story) -> Shorter | None:
 
 def _scored(found: Sequence[SamplesScored]) -> list[str]:
     return [f"{sum(one.samples for one in found):,} samples were scored in the background."] if found else []
+
+
+def _knowledge(runs: Sequence[RunStarted]) -> list[str]:
+    known = runs[0].knowledge if runs else ""  # a resumed process goes on with what the first one had
+    if not known:
+        return []
+    begin = "from nothing" if known == "nothing" else f"from what other jobs had learnt ({known}), without a warm-up"
+    return [f"The run shared its ledger with other jobs and started {begin}."]
 
 
 def _oddities(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -119,6 +120,15 @@ class Setup:
             windows=None if self.epochs is None else self.epochs * pieces,
         )  # fmt: skip
 
+    @property
+    def plan_world(self) -> int:
+        """Ranks that a step of the plan is divided among; where batches are measured in tokens, they are cut afterwards."""
+        return self.world if self.mean_batch is None else 1
+
+    def in_steps(self, visits: int, steps: int) -> int:
+        """`steps`, or where batches are measured in tokens, about how many these visits make."""
+        return steps if self.mean_batch is None else max(1, math.ceil(visits / (self.mean_batch * self.world)))
+
     def grow(self, n: int) -> None:
         """The data set has `n` samples now."""
         object.__setattr__(self, "n", n)
@@ -190,6 +200,11 @@ class BatchSource(Protocol):
     @property
     def keeps_workers(self) -> bool:
         """True if worker processes, and with them their seeds, are kept from window to window."""
+        ...
+
+    @property
+    def ahead(self) -> int:
+        """Batches that may be ready before they are asked for."""
         ...
 
     def start(self, shard: Shard, done: frozenset[int]) -> Iterator[Batch]:

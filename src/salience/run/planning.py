@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -68,8 +67,10 @@ class Planning(Part):
         order: PlainOrder | None = None,
         even: bool = False,
         quality: Quality | None = None,
+        knows: bool = False,
         grow: Growth | None = None,
     ) -> None:
+        """`knows`: the ledger starts with what other jobs learnt about these samples, so that there is no warm-up."""
         self.grow = grow
         self.config, self._even = graded(resolve(select), quality), even
         if even and isinstance(self.config, SelectConfig):
@@ -100,16 +101,12 @@ class Planning(Part):
         if isinstance(self.config, SelectConfig):
             self.pipeline = self._pipeline(self.config)
             self.pipeline.quality = quality
+            self.pipeline.set_warmup(not knows or even)
             pace_over_steps(setup, lambda window: self.expected(window).steps)
             self.fixed = Fixed(self.config, setup, even=even) if self.config.mode == "static" else None
             self._steering = self._make_steering(baseline)
         elif isinstance(self.config, Trace):
             self.config.check(setup.n, setup.windows)
-
-    @property
-    def replays(self) -> bool:
-        """True if plans come from a trace."""
-        return isinstance(self.config, Trace)
 
     # --- one window ---
 
@@ -159,7 +156,7 @@ class Planning(Part):
         opinions = () if self.fixed is None else self.fixed.opinions
         plan = pipeline.plan(
             merge(opinions) if opinions else ledger, window=epoch, windows=setup.epochs or 1, piece=piece, pieces=setup.pieces,
-            batch_size=self._batch(window), world=self._world, seed=setup.seed, drop_last=setup.drop_last,
+            batch_size=self._batch(window), world=setup.plan_world, seed=setup.seed, drop_last=setup.drop_last,
             steered=self._share, opinions=opinions, **known,
         )  # fmt: skip
         self._check_known(ledger, plan)
@@ -262,24 +259,14 @@ class Planning(Part):
         size = self._size(window)
         if self.pipeline is None:
             return Expected(
-                size, self._in_steps(size, setup.steps_in(size, self._batch(window))), self._growth_of_rate(window)
+                size, setup.in_steps(size, setup.steps_in(size, self._batch(window))), self._growth_of_rate(window)
             )
-        batching = self.pipeline.batching(self._batch(window), self._world, setup.drop_last)
+        batching = self.pipeline.batching(self._batch(window), setup.plan_world, setup.drop_last)
         granted, last = self._granted(window), window + 1 == setup.windows
         shrunk = batching.batch(granted, size) / self._batch(window) if batching.constant else 1.0
         visits = batching.visits(granted, size, last=last)
-        steps = self._in_steps(visits, batching.steps(granted, size, last=last))
+        steps = self._setup.in_steps(visits, batching.steps(granted, size, last=last))
         return Expected(visits, steps, shrunk**self.pipeline.config.lr_power * self._growth_of_rate(window))
-
-    @property
-    def _world(self) -> int:
-        """Ranks that a step of the plan is divided among; where steps are cut by length, they are cut afterwards."""
-        return self._setup.world if self._setup.mean_batch is None else 1
-
-    def _in_steps(self, visits: int, steps: int) -> int:
-        """`steps`, or where batches are measured in tokens, about how many these visits make."""
-        mean = self._setup.mean_batch
-        return steps if mean is None else max(1, math.ceil(visits / (mean * self._setup.world)))
 
     def _batch(self, window: int) -> int:
         """Samples per step over all ranks in a window."""
@@ -437,6 +424,7 @@ class Planning(Part):
             "steering": None if self._steering is None else self._steering.state_dict(),
             "switched_off": sorted(known.off) if known else [],
             "left_out": self._left_out,
+            "warmup": known is None or known.warmup,
             "subset": None if self.fixed is None else self.fixed.state_dict(),
         }
 
@@ -446,6 +434,7 @@ class Planning(Part):
         self._shuffled = self.order.load_state_dict(state["shuffle"], in_window=inside)
         if (known := self._known_pipeline) is not None:
             known.off = set(state["switched_off"])
+            known.set_warmup(bool(state.get("warmup", True)))
         if self._steering is not None:
             self._steering.load_state_dict(state["steering"])
         self._left_out = float(state["left_out"])

@@ -29,6 +29,7 @@ def run_started(run: Run) -> RunStarted:
         epochs=setup.epochs, steps=setup.steps, pieces=setup.pieces, seed=setup.seed, world=setup.world,
         drop_last=setup.drop_last,
         select=config.to_dict() if isinstance(config, SelectConfig) else run.planning.described,
+        knowledge="" if run.sharing is None else run.sharing.known.digest,
     )  # fmt: skip
 
 
