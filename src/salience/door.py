@@ -274,7 +274,7 @@ class Door:
 
     @property
     def lr_scale(self) -> float:
-        """Factor for the learning rate of the next step, by its batch size; 1 unless steps = "constant".
+        """Factor for the learning rate of the next step, by its batch size; 1 unless steps = "constant" or `grow`.
 
         After a window's last batch it is that of the next window, as far as the curve tells.
         """
