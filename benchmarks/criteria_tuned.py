@@ -86,7 +86,8 @@ def against_random(runs: Runs, config: SelectConfig, seed: int) -> list[float]:
 
 def measure(*, quick: bool, seed: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    samples, epochs, trials, cases = (1500, 10, 4, CASES[:2]) if quick else (4000, 20, 12, CASES)
+    samples, epochs = 4000, 20
+    trials, cases = (6, CASES[:2]) if quick else (12, CASES)
     gained: dict[str, float] = {}
     found: dict[str, Any] = {}
     random: dict[str, list[float]] = {}
