@@ -173,7 +173,7 @@ def _tiles(story: Story) -> list[tuple[str, str, str]]:
     if story.findings is not None and story.findings.judged and not story.findings.weak:
         found = story.findings
         tiles.append((f"{found.suspected:,}", "labels look wrong", f"of {found.judged:,} judged"))
-    if story.findings is not None and story.findings.spare is not None:
+    if story.findings is not None and story.findings.spare:
         tiles.append(
             (f"{story.findings.spare:,}", "near-copies", f"in {words.count(story.findings.groups or 0, 'group')}")
         )
