@@ -142,7 +142,6 @@ def classifier(found: list[tuple[str, str]], *, n: int, epochs: int, wrong: floa
     given[flip] = (given[flip] + rng.integers(1, 10, int(flip.sum()))) % 10
     test, train = Texts(texts[:800], true[:800].tolist()), Texts(texts[800:], given.tolist())
     quality = (~weak).astype(np.float32)
-    last = float(quality.mean()) + 1e-6
 
     def run(data: Texts, passes: int, visits: int = 0, **options: Any) -> tuple[float, int]:
         loader = salience.Loader(
@@ -159,7 +158,7 @@ def classifier(found: list[tuple[str, str]], *, n: int, epochs: int, wrong: floa
             )
         return right / 8, made
 
-    stages = {"preset": "uniform", "keep": 1.0, "filters": [{"name": "quality", "switch": 0.4, "last": last}]}
+    stages = {"preset": "uniform", "keep": 1.0, "filters": [{"name": "quality", "switch": 0.4, "last": 0.25}]}
     two, visits = run(train, epochs, quality=quality, select=stages)
     short, made = run(train, epochs, visits)
     clean = Texts([], [])
