@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["classifier", "language"], help="one of the two examples")
     options = parser.parse_args()
     if options.quick:
-        options.n, options.n_language, options.epochs, options.seeds = 800, 500, 6, 1
+        options.n, options.n_language, options.epochs, options.seeds = 800, 400, 5, 1
     torch.set_num_threads(1)
     begin, found = time.perf_counter(), docstrings()
     print(f"{len(found):,} docstrings, {sum(len(text) for _, text in found):,} characters", flush=True)
