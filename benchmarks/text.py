@@ -142,7 +142,6 @@ def classifier(found: list[tuple[str, str]], *, n: int, epochs: int, wrong: floa
     given[flip] = (given[flip] + rng.integers(1, 10, int(flip.sum()))) % 10
     test, train = Texts(texts[:800], true[:800].tolist()), Texts(texts[800:], given.tolist())
     quality = (~weak).astype(np.float32)
-    last = float(quality.mean()) + 1e-6
 
     def run(data: Texts, passes: int, visits: int = 0, **options: Any) -> tuple[float, int]:
         loader = salience.Loader(
@@ -159,7 +158,7 @@ def classifier(found: list[tuple[str, str]], *, n: int, epochs: int, wrong: floa
             )
         return right / 8, made
 
-    stages = {"preset": "uniform", "keep": 1.0, "filters": [{"name": "quality", "switch": 0.4, "last": last}]}
+    stages = {"preset": "uniform", "keep": 1.0, "filters": [{"name": "quality", "switch": 0.4, "last": 0.25}]}
     two, visits = run(train, epochs, quality=quality, select=stages)
     short, made = run(train, epochs, visits)
     clean = Texts([], [])
@@ -212,7 +211,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["classifier", "language"], help="one of the two examples")
     options = parser.parse_args()
     if options.quick:
-        options.n, options.n_language, options.epochs, options.seeds = 800, 500, 6, 1
+        options.n, options.n_language, options.epochs, options.seeds = 800, 400, 5, 1
     torch.set_num_threads(1)
     begin, found = time.perf_counter(), docstrings()
     print(f"{len(found):,} docstrings, {sum(len(text) for _, text in found):,} characters", flush=True)

@@ -49,6 +49,13 @@ def test_two_stages_of_weak_and_clean_labels():
     assert kept(column, 5, first=0.8, last=0.2) == list(range(80, 100))
 
 
+def test_a_share_a_little_above_that_of_the_clean_samples_lets_no_weak_one_in():
+    column = np.array([0] * 75 + [1] * 25)
+    for last in (0.2, 0.25, 0.26, 0.4):
+        assert kept(column, 5, last=last) == list(range(75, 100))
+        assert kept(column, 0, first=0.75 + last / 4) == list(range(75))
+
+
 def test_equal_quality_is_treated_alike_and_unknown_quality_stays():
     assert kept([1] * 8, 9, last=0.25) == list(range(8))
     assert kept([np.nan, 0, 1, 2, 3], 9, last=0.25) == [0, 4]
