@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from salience.errors import LossError, MissingExtra, StateError
 from salience.events import EventLog
@@ -83,7 +84,7 @@ class Door:
         over batches that may differ in size, `total` is the number of items (without `counts`: of samples) of the whole step,
         over all its batches and ranks: the result is sum(w * l * counts) * world / total, to be added up and not averaged.
         """
-        if torch.compiler.is_compiling():
+        if is_compiling():
             if ids is not None or counts is not None or total is not None:
                 raise LossError(
                     "loss() inside a compiled step takes no ids=, counts= or total=; call it outside, or drop them."
