@@ -11,12 +11,12 @@ demo: $(VENV)/.demo
 	$(BIN)/salience demo
 
 test: lint redis chromium
-	$(BIN)/python -m pytest -n 2 --cov --cov-report=term
+	$(BIN)/python -m pytest -n 2
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow
 
-# Slower than `make test`: the processes that tests start are counted as well.
+# All tests once more, by a quarter slower: which lines they reach, in the processes they start as well.
 coverage: $(VENV)/.dev redis chromium
 	$(BIN)/python -m pytest -n 2 --cov --cov-config=.ci/coverage.ini --cov-report=term
 

@@ -14,6 +14,7 @@ their defaults but for the number of local steps.
   70% of its steps.
 - accuracy_gap: points that ours ends below all-reduce, in per cent.
 - auto_vs_allreduce: seconds of a run with mode="auto", its measuring included, over plain DDP, no cap, blocks by turns.
+- changed: what mode="auto" does when the cap of the link changes during a run.
 - hierarchical_vs_flat: seconds per step of flat all-reduce over mode="hierarchical", two nodes with several ranks each.
 - hybrid_vs_allreduce: seconds per step of all-reduce over mode="hybrid", workers and as many helper ranks, a node for each.
 - priority_ceiling: a step of plain DDP over one in which the whole forward pass hides behind the exchange: no order of
@@ -62,7 +63,7 @@ SEEDS = range(3)
 CONTROLS: list[tuple[str, dict[str, Any]]] = [
     ("plain", {}),
     *(("powersgd", {"matrix_approximation_rank": rank}) for rank in (1, 2, 4)),
-    *(("local_fixed", {"steps": steps}) for steps in (8, 16, 32)),
+    *(("local_fixed", {"steps": steps}) for steps in (8, 16, 32, 64)),
 ]
 OURS: list[tuple[str, dict[str, Any]]] = [
     *(("local", {"steps": steps}) for steps in (16, 32, 64)), ("lowrank", {"rank": 2}), ("topk", {"rate": 0.01}),
@@ -110,14 +111,16 @@ class Arm:
         self.shape.step()
 
     def accuracy(self, x: torch.Tensor, y: torch.Tensor) -> float:
-        """Of the mean of all ranks' parameters, in per cent; the arm itself is left as it is."""
-        net = make_net()
+        """Of the mean of all ranks' parameters, in per cent; every rank tests a part, and the arm itself is left as it is."""
+        net, rank, world = make_net(), dist.get_rank(), dist.get_world_size()
         for mine, theirs in zip(net.parameters(), self.ddp.parameters(), strict=True):
             mine.data.copy_(theirs.data)
             dist.all_reduce(mine.data)
-            mine.data.div_(dist.get_world_size())
+            mine.data.div_(world)
         with torch.no_grad():
-            return 100 * (net(x).argmax(1) == y).double().mean().item()
+            right = (net(x[rank::world]).argmax(1) == y[rank::world]).double().sum()
+        dist.all_reduce(right)
+        return 100 * right.item() / len(y)
 
 
 class Data:
@@ -148,12 +151,12 @@ def seconds_per_step(data: Data, job: dict[str, Any]) -> dict[str, Any]:
     for block in range(job["blocks"] + 1):
         for arm, found in zip(arms, times, strict=True):
             ahead = arm.options.get("steps", 1)
-            steps = max(job["local_steps"], 2 * ahead) if "steps" in arm.options else job["steps"]
+            steps = max(job["local_steps"], ahead) if "steps" in arm.options or arm.name == "noop" else job["steps"]
             for step in range(ahead):
                 arm.step(*data.batch(step, block))
             dist.barrier()
             start = time.perf_counter()
-            for step in range(steps):
+            for step in range(steps if block else 2):
                 arm.step(*data.batch(step, block))
             if block:  # the first warms up: buckets and connections
                 found.append((time.perf_counter() - start) / steps)
@@ -207,6 +210,28 @@ def auto_cost(data: Data, job: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def changed(data: Data, job: dict[str, Any]) -> list[dict[str, Any]]:
+    """The modes that auto was in while the cap changed under it, and what it said."""
+    arm = Arm("auto", {}, 10_000)
+    told: list[str] = []
+    arm.handle.tell = lambda data: told.append(str(data))
+    found: list[dict[str, Any]] = []
+    for mbit, steps in job["caps"]:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shape(dist.get_world_size(), mbit)
+        dist.barrier()
+        modes: list[str] = []
+        start = time.perf_counter()
+        for step in range(steps):
+            arm.step(*data.batch(step, mbit))
+            modes.append(arm.handle.mode)
+        runs = [[mode, len(list(run))] for mode, run in itertools.groupby(modes)]
+        found.append({"mbit": mbit, "seconds": time.perf_counter() - start, "modes": runs, "told": told.copy()})
+        told.clear()
+    return found
+
+
 def helped(data: Data, job: dict[str, Any]) -> dict[str, Any]:
     """Median seconds per step of workers with helper ranks, by share; the arms by turns."""
     count, world = job["workers"], dist.get_world_size()
@@ -238,7 +263,7 @@ def work(jobs: list[dict[str, Any]], out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     data = Data()
-    todo = {"steps": seconds_per_step, "curve": curve, "auto": auto_cost, "helped": helped}
+    todo = {"steps": seconds_per_step, "curve": curve, "auto": auto_cost, "changed": changed, "helped": helped}
     found = [todo[job["job"]](data, job) for job in jobs]
     dist.barrier()
     if dist.get_rank() == 0:
@@ -268,9 +293,9 @@ def run_cell(cell: str, quick: bool) -> Any:
         steps = 80 if quick else STEPS
         jobs = [{"job": "curve", "arm": arm, "steps": steps, "every": 4, "seed": int(more[0])} for arm in arms]
         with network(int(what)):
-            return launch(__file__, jobs, int(what))
+            return launch(__file__, jobs, int(what), limit=7200)
     nodes, mbit = map(int, what.split("x"))
-    blocks = 2 if quick or nodes > 2 else 4
+    blocks = 2 if quick or nodes > 2 else 3
     job = {
         "job": "steps",
         "steps": 3 if quick or nodes > 2 else 6,
@@ -281,6 +306,8 @@ def run_cell(cell: str, quick: bool) -> Any:
     per_node = 1
     if kind == "auto":
         job = {"job": "auto", "steps": 10, "blocks": 12 if mbit else 40}
+    elif kind == "changed":
+        job = {"job": "changed", "caps": [[mbit, 150], [0, 400], [mbit, 300]]}
     elif kind == "groups":
         per_node = int(more[0])
         groups = [list(range(node * per_node, (node + 1) * per_node)) for node in range(nodes)]
@@ -347,7 +374,7 @@ def figures(rows: dict[str, Any], quick: bool) -> dict[str, Any]:
         if f"time:{link}" in rows and any(cell.startswith(f"curves:{link[0]}:") for cell in rows):
             found[link] = table(rows, link, quick)
     for cell, one in rows.items():
-        if cell.startswith("auto"):
+        if cell.startswith(("auto", "changed")):
             found[cell] = one
         elif cell.startswith("groups"):
             found[f"hierarchical_vs_flat {cell}"] = one["seconds"][1] / one["seconds"][2]
@@ -376,7 +403,15 @@ def main() -> None:
         cells = ["curves:2:0", "time:2x100", "groups:2x100:2"]
     else:
         cells = [f"curves:{nodes}:{seed}" for seed in SEEDS for nodes in (2, 4)] + [f"time:{link}" for link in LINKS]
-        cells += ["auto:2x0", "auto:2x100", "groups:2x100:2", "groups:2x100:4", "hybrid:2x100", "hybrid:4x100"]
+        cells += [
+            "auto:2x0",
+            "auto:2x100",
+            "changed:2x100",
+            "groups:2x100:2",
+            "groups:2x100:4",
+            "hybrid:2x100",
+            "hybrid:4x100",
+        ]
     cells = options.cells.split(",") if options.cells else cells
     rows: dict[str, Any] = {}
     if options.rows is not None and options.rows.exists():

@@ -13,8 +13,8 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-PREFIX = f"s{os.getpid() % 100_000}n"
-"""Of the names of namespaces, so that two benchmarks can run at once."""
+PREFIX = os.environ.get("SALIENCE_BENCHMARK_NODES") or f"s{os.getpid() % 100_000}n"
+"""Of the names of namespaces, so that two benchmarks can run at once; ranks are told that of their benchmark."""
 
 
 def ip(*words: str) -> None:
@@ -63,7 +63,7 @@ def launch(script: str, jobs: list[Any], nodes: int, per_node: int = 1, limit: f
         ranks: list[subprocess.Popen[bytes]] = []
         for rank in range(world):
             said = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29517", "RANK": str(rank), "WORLD_SIZE": str(world)}
-            said |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+            said |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "SALIENCE_BENCHMARK_NODES": PREFIX}
             command = [sys.executable, script, "--worker", json.dumps(jobs), "--out", str(out)]
             space = ["ip", "netns", "exec", f"{PREFIX}{rank // per_node}"]
             ranks.append(subprocess.Popen([*space, *command], env={**os.environ, **said}))

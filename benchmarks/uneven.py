@@ -240,6 +240,7 @@ def rebalanced(lengths: np.ndarray, world: int, batch: int) -> list[list[list[in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--rounds", type=int, default=16, help="of long steps; twice as many of short ones")
     parser.add_argument("--waits", action="store_true", help="in-process waits even where there are CPU quotas")
     parser.add_argument(
         "--core", type=float, default=1.0, help="what rank 0 has of a core; rank 1 has a quarter of that"
@@ -249,7 +250,7 @@ def main() -> None:
     if args.worker:
         worker(*json.loads(args.worker))
         return
-    rounds = 4 if args.quick else 16
+    rounds = 4 if args.quick else args.rounds
     found = speed(rounds, BATCH, waits=args.waits, core=args.core)
     short = speed(2 * rounds, SHORT, waits=args.waits, core=args.core)
     main_names = ("throughput_vs_ideal", "equal_vs_ideal")

@@ -1,4 +1,4 @@
-"""Two ranks, on one node or on two: torchrun --nproc-per-node 2 two_ranks.py (with --nnodes 2 on each of two)."""
+"""Two ranks of one node, such as two GPUs: torchrun --nproc-per-node 2 two_ranks.py"""
 
 import torch
 import torch.distributed as dist

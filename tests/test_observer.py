@@ -60,7 +60,9 @@ def test_it_reports_and_logs_as_a_run_does(problem, tmp_path):
     observer = salience.Observer(len(problem), log=tmp_path / "events.jsonl")
     observed(observer, with_ids(problem), epochs=3)
     observer.evaluated(0.5, top5=0.9)
-    assert "300 of 300 samples seen, 900 visits" in observer.report()
+    text = observer.report()
+    assert "300 of 300 samples seen, 900 visits" in text
+    assert "an Observer does not know how long the run will be" in text
     kinds = [event["kind"] for event in map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())]
     assert kinds.count("window") == 3
     assert {"run", "evaluated", "findings", "observed"} <= set(kinds)

@@ -86,6 +86,8 @@ def stand_ins(problem: TensorDataset) -> dict[str, Any]:
         "mask_set": TensorDataset(torch.randn(60, 3, 6, 6, generator=g), torch.randint(0, 5, (60, 6, 6), generator=g)),
         "segmenter": nn.Conv2d(3, 5, 1),
         "text_set": TensorDataset(tokens), "language_model": Words(), "PAD": 0,
+        "docs": [row[: int((row > 0).sum())] for row in tokens],
+        "pad": lambda documents: nn.utils.rnn.pad_sequence(documents, batch_first=True),
         "tag_set": TensorDataset(few, (few[:, :5] > 0).float()), "tagger": nn.Linear(8, 5),
         "soft_set": TensorDataset(few, torch.rand(60, 4, generator=g).softmax(1)),
     }  # fmt: skip

@@ -41,7 +41,8 @@ def test_the_site_is_built_and_a_dead_link_would_stop_it(tmp_path):
     shutil.copy(ROOT / "mkdocs.yml", copy)
     done = build(copy, tmp_path / "site")
     assert done.returncode == 0, done.stderr
-    assert "Observer" in (tmp_path / "site" / "reference.html").read_text()
+    reference = (tmp_path / "site" / "reference.html").read_text()
+    assert all(f'id="salience.{name}"' in reference for name in ("loader.Loader.loss", "observer.Observer.record"))
     with (copy / "docs" / "tasks.md").open("a") as page:
         page.write("\n[nowhere](nowhere.md)\n")
     done = build(copy, tmp_path / "again")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from salience.config import SelectConfig
 from salience.errors import LossError, MissingExtra, StateError
 from salience.events import EventLog
 from salience.ledger import Ledger
@@ -22,14 +23,15 @@ from salience.run.iterating import BatchIterator
 from salience.run.losses import Targets
 from salience.run.sensing import MakeScorer
 from salience.run.state import resume, saved
+from salience.run.tokens import NO_CLASS_PER_TOKEN, one_per_token, token_means
+from salience.select.presets import preset_name
 from salience.signals.ghost import Extent
 from salience.signals.jury import Juror
 from salience.watch import Steps, Stopwatch
 from salience.watch.probe import Probe
 
 if TYPE_CHECKING:
-    from salience.report.html import SampleNames
-    from salience.report.words import Names
+    from salience.report.words import Names, SampleNames
 
 
 class Door:
@@ -66,6 +68,7 @@ class Door:
         again: bool = False,
         counts: Tensor | None = None,
         total: Tensor | float | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Record per-sample losses and return their weighted mean, sum(w * l) / B.
 
@@ -83,15 +86,23 @@ class Door:
         If each loss is the mean of `counts` [B] items (tokens), every item has the same weight. If gradients are accumulated
         over batches that may differ in size, `total` is the number of items (without `counts`: of samples) of the whole step,
         over all its batches and ranks: the result is sum(w * l * counts) * world / total, to be added up and not averaged.
+
+        With `mask` [B, T] the losses are those of tokens, [B, T]: the ledger records the mean of each sample over the tokens
+        that the mask names, and every token has the same weight (or that of the mask, if it is not zeros and ones).
         """
         if is_compiling():
-            if ids is not None or counts is not None or total is not None:
+            if ids is not None or counts is not None or total is not None or mask is not None:
                 raise LossError(
-                    "loss() inside a compiled step takes no ids=, counts= or total=; call it outside, or drop them."
+                    "loss() inside a compiled step takes no ids=, counts=, total= or mask=; call it outside, or drop them."
                 )
             if not isinstance(targets, Tensor | None):
                 raise LossError("loss() inside a compiled step takes no mixed targets; call it outside.")
             return weighted_sum(losses, logits, targets, self._handle)
+        if mask is not None:
+            losses, counts = token_means(losses, mask, counts)
+            if one_per_token(targets, mask):
+                self._run.voice.warn_once(NO_CLASS_PER_TOKEN)
+                logits = targets = None
         return self._run.loss(losses, logits, targets, ids, again=again, counts=counts, total=total)
 
     def skip(self) -> None:
@@ -203,6 +214,7 @@ class Door:
 
     @property
     def epochs(self) -> int | None:
+        """Passes over the data; of a run that is counted in `steps`, as many as these are expected to take."""
         return self._run.setup.epochs
 
     @property
@@ -232,7 +244,7 @@ class Door:
 
     @property
     def progress(self) -> float:
-        """From 0 to 1 over the whole run, in sample visits; needs `epochs`."""
+        """From 0 to 1 over the whole run, in sample visits (with `steps`, in batches); needs `epochs` or `steps`."""
         return self._run.course.progress
 
     @property
@@ -242,7 +254,7 @@ class Door:
 
     @property
     def visits_expected(self) -> int | None:
-        """Sample visits of the whole run, over all ranks, as far as they can be known now; None without `epochs`."""
+        """Sample visits of the whole run, over all ranks, as far as they can be known now; None without `epochs` or `steps`."""
         return self._run.course.visits_expected
 
     @property
@@ -327,7 +339,7 @@ class Door:
         With a `path` ("report.html") rank 0 also writes it as a page. `names` are the names of samples (a sequence, or a
         function of the id), `classes` those of classes; a Source knows both. `local` is as in `summary`.
         """
-        text = telling.report(self._run, self._class_names(classes), local=local)
+        text = telling.report(self._run, self._class_names(classes), names=self._sample_names(names), local=local)
         if path is not None and self._run.setup.rank == 0:
             from salience.report.html import write_page
 
@@ -346,10 +358,13 @@ class Door:
     def _page(self, names: SampleNames = None, classes: Names = None) -> str:
         from salience.report.html import live_page
 
+        names, classes, config = self._sample_names(names), self._class_names(classes), self._run.planning.config
+        preset = preset_name(config.to_dict()) if isinstance(config, SelectConfig) else ""
+        return live_page(self._run.events, name="this run", names=names, classes=classes, preset=preset)
+
+    def _sample_names(self, given: SampleNames) -> SampleNames:
         source = None if self._run.feeding is None else self._run.feeding.source
-        if names is None and source is not None:
-            names = source.names.__getitem__
-        return live_page(self._run.events, name="this run", names=names, classes=self._class_names(classes))
+        return given if given is not None or source is None else source.names.__getitem__
 
     def _class_names(self, given: Names) -> Names:
         source = None if self._run.feeding is None else self._run.feeding.source

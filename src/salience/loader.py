@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 from typing_extensions import TypeVar
 
 from salience.batches import EnvelopeCollate
@@ -27,12 +27,19 @@ from salience.feed.sharing.shared import SharedFeed
 from salience.feed.sizes import memory_bytes
 from salience.feed.source import Source
 from salience.ledger import Ledger
+from salience.ledger.copies import Copies
+from salience.ledger.keys import Keys
 from salience.report.sinks import Sink
 from salience.run import Run
 from salience.run.deciding import Deciding, cores_of, first_cache
 from salience.run.feeding import Feeding
+from salience.run.grading import quality_of
+from salience.run.growing import grow
 from salience.run.iterating import BatchIterator
+from salience.run.lengths import lengths_of
 from salience.run.moving import Moving
+from salience.run.naming import KeysGiven, keys_of
+from salience.run.opening import check_stream, is_stream, lengths_for, open_stream
 from salience.run.order import Generators
 from salience.run.part import Setup
 from salience.run.parts import Parts
@@ -60,7 +67,7 @@ _PASSED = set(inspect.signature(DataLoader.__init__).parameters) - {
 
 
 class Loader(Door, Generic[T]):
-    """Iterates over the planned batches of a map-style data set.
+    """Iterates over the planned batches of a map-style data set, or of a stream.
 
         loader = salience.Loader(train_set, batch_size=128, epochs=30, select="default")
         for epoch in range(loader.epoch, 30):
@@ -68,17 +75,18 @@ class Loader(Door, Generic[T]):
                 losses = F.cross_entropy(model(x), y, reduction="none")
                 loader.loss(losses).backward(); ...
 
-    `select` unset = observe: the batches of `DataLoader(shuffle=True, generator=g)` with g seeded by `seed` (or the given
-    `generator`; "global" does what a DataLoader without a generator does), and the ledger fills. `shuffle=False`
-    observes in the order of the data set. DataLoader's other arguments pass through. `with_ids=True` delivers
-    `(ids, batch)`, for loops that fetch ahead; `ids_key="_ids"` puts the ids into dict batches under that key, or at the end of
-    tuples. `device` moves batches to a device, on CUDA from pinned memory and one batch ahead. `even=True` gives every epoch
-    the same number of batches, the mean of what `select` keeps, for frameworks that ask for `len` once. `window` ("1M") is
-    how many samples are planned at once, if an epoch is too large for that. `ledger` starts from what another run learnt,
-    `reference` is the opinion of other models on the samples (for `rho`, `proxy`, `cscore`), `baseline` the event logs of
-    earlier runs, which steer `keep = "auto"`. `trace` records the plans in a folder, `log` is the JSONL event log, `sinks` are
-    other places for its figures ("tensorboard:runs/tb", "wandb:project", "mlflow:uri", or a function of each event). A failing
-    plug-in is switched off, named and logged; with `strict=True` it raises.
+    `epochs` or `steps` (batches on each rank) say how long the run is. `select` unset = observe: the batches of
+    `DataLoader(shuffle=True, generator=g)` with g seeded by `seed` (or the given `generator`; "global" does what a
+    DataLoader without a generator does), and the ledger fills. `shuffle=False` observes in the order of the data set.
+    DataLoader's other arguments pass through. `with_ids=True` delivers `(ids, batch)`, for loops that fetch ahead;
+    `ids_key="_ids"` puts the ids into dict batches under that key, or at the end of tuples. `device` moves batches to a
+    device, on CUDA from pinned memory and one batch ahead. `even=True` gives every epoch the same number of batches, the
+    mean of what `select` keeps, for frameworks that ask for `len` once. `window` ("1M") is how many samples are planned at
+    once, if an epoch is too large for that. `ledger` starts from what another run learnt, `reference` is the opinion of
+    other models on the samples (for `rho`, `proxy`, `cscore`), `baseline` the event logs of earlier runs, which steer `keep
+    = "auto"`. `trace` records the plans in a folder, `log` is the JSONL event log, `sinks` are other places for its figures
+    ("tensorboard:runs/tb", "wandb:project", "mlflow:uri", or a function of each event). A failing plug-in is switched off,
+    named and logged; with `strict=True` it raises.
 
     A `salience.Source` is read batch by batch and delivers `(decode(data), label)`. Options for reading, caching and decoding
     belong to the source; those given here (`decode`, `cache`, `disk`, `redis`, `max_broken`, `views`) are passed on. A
@@ -94,6 +102,22 @@ class Loader(Door, Generic[T]):
 
     With several ranks, `balance=True` gives each a part of every batch in proportion to its measured speed, and `costs` (a
     number per sample, such as its length) divides every batch so that long samples go together and all ranks take equally long.
+
+    `batch_tokens` instead of `batch_size` makes batches of samples of similar length, of at most that many tokens per rank with
+    padding; `lengths` are the tokens of every sample, as an array or the name of a column (None: the data set's `lengths`, or
+    one pass that measures them). Every sample counts alike, whatever batch it is in.
+
+    `keys` name the samples: a column or field, "positions" in the innermost data set, "content", a function of a sample, or a
+    sequence. With keys, a `ledger` of another run is matched by name, so that samples may have been added or removed since, and
+    the data set may grow at its end between two epochs.
+
+    `quality` is a number per sample, high = good, as an array or the name of a column: in the first half of the run everything
+    may be visited, in the second half the better half; the filter `quality` in `select` may say otherwise. `copies` are
+    near-duplicates found before the run, as `salience.select.duplicates.near_duplicates(texts)` finds them.
+
+    A stream (an `IterableDataset`, a streaming data set of Hugging Face, a WebDataset pipeline, anything that can be iterated
+    over anew) is read `window` samples at a time, which are planned among themselves; a `for` loop is one pass. Its `keys` are
+    a field of the samples, a function or, by default, "__key__" or the content. Samples never seen are all visited.
     """
 
     def __init__(
@@ -102,6 +126,7 @@ class Loader(Door, Generic[T]):
         batch_size: int = 1,
         *,
         epochs: int | None = None,
+        steps: int | None = None,
         select: Select = None,
         seed: int = 0,
         with_ids: bool = False,
@@ -126,6 +151,11 @@ class Loader(Door, Generic[T]):
         auto: bool | str | Path = False,
         balance: bool = False,
         costs: npt.ArrayLike | None = None,
+        batch_tokens: int | None = None,
+        lengths: npt.ArrayLike | str | None = None,
+        keys: KeysGiven = None,
+        quality: npt.ArrayLike | str | None = None,
+        copies: Copies | None = None,
         **dataloader: Any,
     ) -> None:
         shared = dataset if isinstance(dataset, SharedFeed) else None
@@ -147,19 +177,36 @@ class Loader(Door, Generic[T]):
             check_picklable(stages, dataloader)
         if isinstance(dataset, Source):
             dataset = SourceDataset(dataset, reading.decode if stages is None or shared is not None else None)
+        stream = is_stream(dataset)
+        if stream:
+            check_stream({
+                "augment": augment, "treat": treat, "generator": generator, "reference": reference, "baseline": baseline,
+                "embeddings": embeddings, "auto": auto, "balance": balance, "costs": costs, "even": even, "trace": trace,
+                "batch_tokens": batch_tokens, "lengths": lengths, "quality": quality,
+                "copies": copies, "steps": steps,
+            })  # fmt: skip
+        sizes = None if stream else lengths_for(dataset, batch_tokens, lengths, batch_size=batch_size, treat=treat)
+        named = Keys() if stream else None if keys is None else Keys.of(keys_of(dataset, keys))
         parts = Parts(
-            _length(dataset), batch_size=batch_size, epochs=epochs, select=select, seed=seed, drop_last=drop_last,
-            window=window, generator=generator, shuffle=shuffle is not False, even=even, ledger=ledger,
+            1 if stream else _length(dataset), batch_size=batch_size, epochs=None if stream else epochs, steps=steps,
+            select=select, seed=seed, drop_last=drop_last, window=None if stream else window, stream=stream, keys=named,
+            generator=generator, shuffle=shuffle is not False, even=even, ledger=ledger,
             reference=reference, baseline=baseline, embeddings=embeddings, trace=trace, log=log, sinks=sinks, strict=strict,
-            balance=balance, costs=costs, alike={"auto": str(auto)},
+            balance=balance, costs=costs, lengths=sizes, batch_tokens=batch_tokens, copies=copies,
+            quality=None if quality is None else quality_of(dataset, quality), alike={"auto": str(auto)},
         )  # fmt: skip
         chooser = None
         if auto:
             from salience.decide.auto import Auto
 
-            chooser = Auto(auto, baseline, epochs=epochs)
+            chooser = Auto(auto, baseline, epochs=parts.setup.epochs)
         self.dataset, self.with_ids, self.ids_key, self.generator = dataset, with_ids, ids_key, generator
+        self._keys, self._lengths = keys, lengths
         self.device = None if device is None else _device(device)
+        streaming = None
+        if stream:
+            streaming = open_stream(parts, dataset, keys, window=window, epochs=epochs, options=dataloader)
+            dataset = streaming.buffer
         ranks, workers = parts.setup.ranks, dataloader.get("num_workers", 0)
         feeding = Feeding(parts.setup, parts.voice, dataset, reading, shared)
         adopted = 0 if reading.cached or shared is not None else first_cache(chooser, feeding.source, ranks)
@@ -197,7 +244,15 @@ class Loader(Door, Generic[T]):
                 parts.setup, parts.voice, chooser, workers=source, feeding=feeding, planning=parts.planning,
                 staging=staging, watching=parts.watching,
             )  # fmt: skip
-        run = Run(parts, source, feeding=feeding, staging=staging, deciding=deciding, options=source.options)
+        run = Run(
+            parts,
+            source,
+            feeding=feeding,
+            staging=staging,
+            deciding=deciding,
+            streaming=streaming,
+            options=source.options,
+        )
         if deciding is not None:
             deciding.auto.start(
                 deciding.settings,
@@ -210,10 +265,16 @@ class Loader(Door, Generic[T]):
 
     def __iter__(self) -> BatchIterator:
         """An iterator over one epoch: batches as made by `collate_fn`, or `(ids, batch)` with `with_ids`."""
+        if self._run.streaming is not None:
+            return super().__iter__()
         now = _length(self.dataset)
+        if now != self._run.setup.n and self._keys is not None and not self._run.course.open:
+            lengths = None if self._run.by_length is None else lengths_of(self.dataset, self._lengths)
+            grow(self._run, keys_of(self.dataset, self._keys), lengths)
         if now != self._run.setup.n:
             raise DataError(
-                f"The data set had {self.n} samples and now has {now}; make a new Loader when the data set changes."
+                f"The data set had {self.n} samples and now has {now}; make a new Loader when the data set changes, or "
+                "pass keys=, with which it may grow between two epochs."
             )
         return super().__iter__()
 
@@ -223,6 +284,8 @@ class Loader(Door, Generic[T]):
         A data set with its own `state_dict` and `load_state_dict` is saved too, unless worker processes read it.
         """
         state = super().state_dict()
+        if self._run.streaming is not None:
+            return state  # which has what the stream needs
         if _has_state(self.dataset) and self.num_workers == 0:
             state["dataset"] = self.dataset.state_dict()
         elif _has_state(self.dataset):
@@ -329,8 +392,6 @@ def _has_state(dataset: Any) -> bool:
 
 
 def _length(dataset: Any) -> int:
-    if isinstance(dataset, IterableDataset):
-        raise DataError("An IterableDataset has no ids; salience needs a map-style data set (__getitem__ and __len__).")
     if isinstance(dataset, DataLoader):
         raise DataError("A DataLoader is no data set: pass what it reads, Loader(dataloader.dataset, batch_size=...).")
     try:

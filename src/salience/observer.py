@@ -29,8 +29,7 @@ from salience.select.summary import summarise
 from salience.watch.usage import UsageRecord
 
 if TYPE_CHECKING:
-    from salience.report.html import SampleNames
-    from salience.report.words import Names
+    from salience.report.words import Names, SampleNames
 
 STATE_VERSION = 1
 NO_PRIORITY = 1e-6
@@ -197,10 +196,12 @@ class Observer:
     def summary(self) -> dict[str, Any]:
         """What the run has learnt so far, as plain numbers. Collective with several ranks."""
         self.flush()
-        return summarise(
+        found = summarise(
             self._recording.ledger, preset("default"), windows=max(10, self._window), seed=0, batch_size=1,
             studied=self._studied(),
         )  # fmt: skip
+        found["forecast"]["cannot_say"] = "an Observer does not know how long the run will be"
+        return found
 
     def report(self, path: str | Path | None = None, *, names: SampleNames = None, classes: Names = None) -> str:
         """The summary as text, also written to the event log, as are the findings. Collective with several ranks.
@@ -212,7 +213,7 @@ class Observer:
         before, summary = self._study, self.summary()
         if self._studied() is not before:
             self.events.emit(self._studied().findings)
-        text = render(self.events.emit("observed", summary=summary)["summary"], names=classes)
+        text = render(self.events.emit("observed", summary=summary)["summary"], names=classes, samples=names)
         if path is not None and self._setup.rank == 0:
             from salience.report.html import live_page, write_page
 

@@ -92,6 +92,13 @@ class Plan:
         """Number of optimizer steps on a single rank; with several ranks, `len(shard(...))`."""
         return len(_bounds(len(self.ids), self.batch_size, 1, self.drop_last)) - 1
 
+    def taken(self, positions: npt.NDArray[np.integer[Any]], **changes: Any) -> Plan:
+        """The plan with the visits at these positions, in this order, and other fields as `changes` say."""
+        return replace(
+            self, ids=self.ids[positions], weights=self.weights[positions], importance=self.importance[positions],
+            level=self.level[positions], **changes,
+        )  # fmt: skip
+
     def shard(self, rank: int = 0, world: int = 1, shares: Sequence[float] | None = None) -> Shard:
         """The part of every global batch for `rank` of `world`, in proportion to `shares` (default: equal).
 
@@ -150,6 +157,9 @@ class Shard:
     """Where the part of each rank begins in the plan, and where the last part ends, int64 [ranks + 1, batches]."""
     global_sizes: npt.NDArray[np.int64]
     """Samples of each batch over all ranks, not counting visits that only fill it up."""
+    fill: npt.NDArray[np.float64] | None = None
+    """Where batches are measured in tokens: the tokens of each, divided by their mean. Then every sample of the window counts
+    alike, whatever batch it is in. None = every batch counts alike."""
 
     def __len__(self) -> int:
         """Number of batches."""
@@ -184,13 +194,15 @@ class Shard:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The plan and how it is divided, as plain arrays."""
-        return {**self.plan.arrays(), "cuts": self.cuts, "sizes": self.global_sizes}
+        fill = {} if self.fill is None else {"fill": self.fill}
+        return {**self.plan.arrays(), "cuts": self.cuts, "sizes": self.global_sizes, **fill}
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, Any]) -> Shard:
         """The part of rank 0."""
         cuts, sizes = (np.array(arrays[name], dtype=np.int64) for name in ("cuts", "sizes"))
-        return cls(plan=Plan.from_arrays(arrays), rank=0, cuts=cuts, global_sizes=sizes)
+        fill = None if arrays.get("fill") is None else np.array(arrays["fill"], dtype=np.float64)
+        return cls(plan=Plan.from_arrays(arrays), rank=0, cuts=cuts, global_sizes=sizes, fill=fill)
 
     def among(self, rank: int, world: int, done: Collection[int]) -> Shard:
         """The same window for another number of ranks: samples outside the batches `done` are covered exactly once.
@@ -200,7 +212,7 @@ class Shard:
         """
         plan, begins, sizes, last = self.plan, self.cuts[0], self.global_sizes, len(self) - 1
         small = [number for number in range(len(self)) if number not in done and sizes[number] < world]
-        if small not in ([], [last]):
+        if small not in ([], [last]) or (small and self.fill is not None):
             raise StateError(
                 f"The window in progress has batches of {int(sizes[small[0]])} samples, which cannot be divided among {world} "
                 "ranks; resume with fewer ranks."
@@ -210,7 +222,7 @@ class Shard:
         elif small:
             plan = _filled_up(plan, slice(int(begins[last]), int(begins[last] + sizes[last])), world)
         cuts = begins + _cuts(np.maximum(sizes, world), np.full(world, 1 / world))
-        return Shard(plan=plan, rank=rank, cuts=cuts, global_sizes=sizes)
+        return Shard(plan=plan, rank=rank, cuts=cuts, global_sizes=sizes, fill=self.fill)
 
     def ids(self, number: int) -> npt.NDArray[np.int64]:
         return self.plan.ids[self.span(number)]

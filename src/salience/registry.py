@@ -23,7 +23,7 @@ def _of(module: str, *names: str) -> dict[str, str]:
 BUILT_IN: dict[str, dict[str, str]] = {
     "filters": {
         **_of("filters", "warmup", "age_cap", "class_floor", "tail", "coarse"), **_of("noise", "noise"),
-        **_of("experts", "panel"), **_of("redundancy", "redundancy"),
+        **_of("experts", "panel"), **_of("redundancy", "redundancy"), **_of("quality", "quality"),
     },
     "scores": _of(
         "scores", "loss", "ema_loss", "difficulty", "unsureness", "staleness", "el2n", "grand", "margin", "aum", "forgetting",
@@ -45,7 +45,8 @@ class Card:
     needs: tuple[str, ...] = ()
     """Ledger columns it reads that are empty unless `loss()` is given more than the losses, e.g. `margin`; "reference":
     the opinion of another model, from `reference=`; "copies": near-copies among the samples, in `view.copies`, found with the
-    plug-in's options `ratio` and `visits` if it has them; "trial": the outcomes of trials on hard samples, in `view.trial`."""
+    plug-in's options `ratio` and `visits` if it has them; "trial": the outcomes of trials on hard samples, in `view.trial`;
+    "quality": the column of the user's own in `view.quality`, from `quality=`."""
     unbiased: bool = False
     """Samplers: the stated inclusion probabilities are exact, so weights 1/p give the full gradient in expectation."""
     exact: bool = True

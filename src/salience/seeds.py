@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-PLAN, PICK, WORKERS, AUGMENT, PEEK, TIES, EVEN, STATIC, TRIAL = range(9)
+PLAN, PICK, WORKERS, AUGMENT, PEEK, TIES, EVEN, STATIC, TRIAL, LENGTHS = range(10)
 """First element of a path, which names the purpose, so that no two purposes share a stream."""
 
 

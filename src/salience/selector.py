@@ -42,6 +42,7 @@ class Selector(Door):
         *,
         batch_size: int = 128,
         epochs: int | None = None,
+        steps: int | None = None,
         select: Select = None,
         seed: int = 0,
         labels: npt.ArrayLike | None = None,
@@ -59,7 +60,7 @@ class Selector(Door):
         strict: bool = False,
     ) -> None:
         parts = Parts(
-            n, batch_size=batch_size, epochs=epochs, select=select, seed=seed, drop_last=drop_last, window=window,
+            n, batch_size=batch_size, epochs=epochs, steps=steps, select=select, seed=seed, drop_last=drop_last, window=window,
             generator=generator, ledger=ledger, reference=reference, baseline=baseline, embeddings=embeddings, trace=trace,
             log=log, sinks=sinks, strict=strict,
         )  # fmt: skip

@@ -78,6 +78,23 @@ def test_history_without_suspects_says_that_there_is_nothing_to_tell_apart(runs,
     assert "None is suspected" in capsys.readouterr().out
 
 
+def test_history_says_why_a_class_lost_its_share_of_the_visits(runs, tmp_path, capsys):
+    kept = ledgers.load(Path(runs[0]) / checkpoint.LEDGER)
+    learnt = np.arange(N) < N // 2
+    kept.set_labels(np.where(learnt, 0, 1))
+    kept.confidence[:] = np.where(learnt, 0.95, 0.4)
+    kept.trained[:] = np.where(learnt, 1, 4)
+    ledgers.save(kept, Path(runs[0]) / checkpoint.LEDGER)
+    page = tmp_path / "history.html"
+    assert main(["scores", "history", runs[0], "-o", str(page)]) == 0
+    said = capsys.readouterr().out
+    lost = next(line for line in said.splitlines() if line.strip().startswith("class 0"))
+    assert "50%" in lost
+    assert "visited 0.4x its share" in lost
+    assert lost.endswith("100% of it is learnt (p(label) over 0.9) against 50%")
+    assert "Classes that gained or lost visits" in page.read_text()
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-pytest.importorskip("transformers")
+if os.environ.get("CI") != "true":  # there nothing may be skipped
+    pytest.importorskip("transformers")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import transformers

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from processes import digest, problem, run_ranks, wrapped
 
 import salience
-from salience.gradients.auto import SETTLED, Trial
+from salience.gradients.auto import EARLY, SETTLED, Trial
 from salience.gradients.costs import Costs, NoLink, rehearse, share_of, some_gradients
 from salience.gradients.link import Link
 from salience.gradients.modes import MODES, resolve
@@ -55,7 +55,7 @@ def test_a_rehearsal_works_on_a_part_of_a_large_model():
 
 
 def test_a_trial_ends_at_once_where_one_pair_leaves_no_doubt():
-    trial = Trial(mode="topk", options={}, length=8, without=[1.0])
+    trial = Trial(mode="topk", options={}, warm=4, timed=4, without=[1.0])
     assert trial.verdict is None, "nothing with the mode yet"
     trial.with_mode = [0.5]
     assert trial.verdict is True
@@ -146,6 +146,21 @@ def test_a_slow_link_makes_it_try_and_keep_and_a_fast_one_decide_again(tmp_path)
     assert "allreduce" in first["modes"][60:]
 
 
+def very_slow(rank: int) -> Any:
+    _, steps, told = started(rank, 2e5)
+    steps(EARLY + 1)
+    return told()
+
+
+def test_over_a_very_slow_link_it_decides_after_a_few_steps(tmp_path):
+    first, second = run_ranks(tmp_path, very_slow)
+    assert isinstance(first, dict), first
+    assert first["modes"] == second["modes"]
+    *plain, decided, after = first["modes"]
+    assert set(plain) == {"allreduce"}
+    assert decided == after != "allreduce", first["told"]
+
+
 def fast_then_slow(rank: int) -> Any:
     handle, steps, told = started(rank, 1e12, ("local",))
     handle.auto._step, handle.auto._pace = SETTLED, 1e-4  # as it stands where plain all-reduce was found fast enough
@@ -163,6 +178,28 @@ def test_a_link_that_becomes_slow_is_noticed_from_the_waits_of_plain_steps(tmp_p
     assert first["adopted"] == "local", first["told"]
     assert [one[0] for one in first["told"]][:3] == ["skip", "try", "keep"]
     assert "measured again" in first["told"][0][2]
+
+
+def resumed(rank: int) -> Any:
+    """A mode that a trial has kept is saved, and loaded by new runs: on as many ranks, and as if there had been others."""
+    handle, steps, told = started(rank, 1e6, ("topk",))
+    steps(40)
+    found, state = [told()["modes"][-1]], handle.state_dict()
+    handle.close()
+    for changes in ({}, {"world": 3}):
+        again, steps, told = started(rank, 1e6, ("topk",))
+        again.load_state_dict({**state, **changes})
+        kept = any(bool(one.any()) for one in again.traffic.exchange.pools if one is not None)
+        steps(2)
+        found.append([told()["modes"], again.auto.adopted, kept])
+        again.close()
+    return found
+
+
+def test_a_resumed_run_goes_on_in_the_mode_that_was_kept(tmp_path):
+    for said in run_ranks(tmp_path, resumed):
+        assert isinstance(said, list), said
+        assert said == ["topk", [["topk", "topk"], "topk", True], [["topk", "topk"], "topk", False]]
 
 
 def not_lossy(rank: int) -> Any:

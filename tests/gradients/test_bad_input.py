@@ -108,6 +108,45 @@ def test_a_parameter_without_gradient_on_one_rank_stops_both(tmp_path, mode):
     assert "find_unused_parameters=True" in first
 
 
+def stops_early(rank: int, mode: str, options: dict[str, Any]) -> Any:
+    """Rank 1 makes fewer steps than the others."""
+    ddp = DistributedDataParallel(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    salience.sync(ddp, optimizer, mode=mode, deadline=2.0, **options)
+    try:
+        for _ in range(2 if rank == 1 else 3):
+            optimizer.zero_grad()
+            ddp(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+    except RankError as error:
+        return str(error)
+    return "made its steps"
+
+
+@pytest.mark.parametrize(("mode", "options"), [("topk", {}), ("local", {"steps": 1, "overlap": False})])
+def test_a_rank_that_makes_fewer_steps_is_named_at_the_deadline(tmp_path, mode, options):
+    first, second, third = run_ranks(tmp_path, stops_early, mode, options, world=3)
+    assert first.startswith("Rank 0 of 3 waited 2 s for gradients of rank 1;"), first
+    assert third.startswith("Rank 2 of 3 waited 2 s for gradients of rank 1;"), third
+    assert second == "made its steps"
+
+
+def never_calls(rank: int) -> Any:
+    ddp = DistributedDataParallel(nn.Linear(3, 2))
+    if rank == 1:
+        return ""
+    try:
+        salience.sync(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), mode="topk", deadline=2.0)
+    except RankError as error:
+        return str(error)
+    return "went on"
+
+
+def test_a_rank_that_does_not_call_sync_is_waited_for_until_the_deadline(tmp_path):
+    said, _ = run_ranks(tmp_path, never_calls)
+    assert "waits 2 s at most" in said, said
+
+
 @pytest.mark.parametrize(
     ("mode", "given", "said"),
     [

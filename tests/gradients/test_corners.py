@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from processes import digest, problem, run_ranks, small_net, wrapped
 from torch import nn
@@ -194,7 +195,12 @@ def test_local_steps_grow_while_the_learning_rate_falls(tmp_path):
     assert [step + 1 for step in range(24) if first[step] > ([0, *first])[step]] == [2, 4, 14, 24]
 
 
-STATES = {**FEEDBACK, "local": {"steps": 2}, "quorum": {"steps": 2}}
+STATES = {
+    **FEEDBACK, "local": {"steps": 2}, "quorum": {"steps": 2}, "allreduce": {}, "fp16": {}, "bf16": {},
+    "topk in groups": {**FEEDBACK["topk"], "groups": "each"}, "local in groups": {"steps": 2, "groups": "each"},
+}  # fmt: skip
+"""Options by mode; `groups` of one rank each."""
+NOTHING_KEPT = ("allreduce", "fp16", "bf16")
 
 
 def go_on(rank: int, folder: str, saved: bool, own: int) -> Any:
@@ -202,10 +208,11 @@ def go_on(rank: int, folder: str, saved: bool, own: int) -> Any:
     found: dict[str, Any] = {}
     for mode, options in STATES.items():
         ddp = wrapped(nn.Linear(16, 16))
+        groups = [[one] for one in range(dist.get_world_size())] if "groups" in options else None
         events = salience.events.EventLog()
         loader = type("Quiet", (), {"events": events, "seed": 0, "epoch": 0})()
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        handle = salience.sync(ddp, optimizer, loader, mode=mode, **options)
+        handle = salience.sync(ddp, optimizer, loader, mode=mode.split()[0], **{**options, "groups": groups})
         if saved:
             last = torch.load(f"{folder}/{mode}-{min(rank, own)}.pt", weights_only=True)
             ddp.module.load_state_dict(last["model"])
@@ -234,12 +241,46 @@ def test_states_are_loaded_by_another_number_of_ranks_and_by_the_wrong_rank(tmp_
         for mode in STATES:
             assert isinstance(ranks[0], dict), ranks[0]
             assert len({one[mode][0] for one in ranks}) == 1, f"{name}, {mode}: parameters differ between ranks"
+            if mode in NOTHING_KEPT:
+                assert not any(one[mode][2] for one in ranks), f"{name}, {mode}: nothing was there to be dropped"
+                continue
             assert all("are dropped" in one[mode][2][0] for one in ranks), f"{name}, {mode}"
             if mode != "lazy":
                 assert {one[mode][1] for one in ranks} == {6}, f"{name}, {mode}: the counter was lost"
     for mode in STATES:
         assert same[0][mode][0] == same[1][mode][0]
         assert not same[0][mode][2], "nothing is dropped on the same ranks"
+
+
+def regrouped(rank: int) -> Any:
+    """Residuals of ranks that lead a group belong to that group."""
+    found = []
+    state: dict[str, Any] = {}
+    for groups in ([[0], [1]], [[0], [1]], [[0, 1]]):
+        events = salience.events.EventLog()
+        loader = type("Quiet", (), {"events": events, "seed": 0, "epoch": 0})()
+        ddp = wrapped(nn.Linear(16, 16))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        handle = salience.sync(ddp, optimizer, loader, mode="topk", groups=groups, small=16)
+        if state:
+            handle.load_state_dict(state)
+        ddp(torch.randn(8, 16)).square().sum().backward()
+        optimizer.step()
+        state = handle.state_dict()
+        found.append([event["text"] for event in events.recent])
+        handle.close()
+    return found
+
+
+def test_residuals_of_other_groups_are_dropped_and_the_log_says_so(tmp_path):
+    first, second = run_ranks(tmp_path, regrouped)
+    assert isinstance(first, list), first
+    for rank, (fresh, same, (said,)) in enumerate((first, second)):
+        assert fresh == same == []
+        assert said == (
+            f"The state was saved by rank {rank} of 2 in the groups [[0], [1]] and is loaded by rank {rank} of 2 in the "
+            "groups [[0, 1]]: gradients that had stayed behind (residuals) are dropped."
+        )
 
 
 def alone(rank: int) -> Any:

@@ -188,10 +188,10 @@ def test_a_round_ends_with_the_quorum_and_late_ones_join_the_next():
     assert last[0][0].tolist() == [3, 3]
 
 
-def slow_one(rank: int) -> Any:
+def slow_one(rank: int, every: int) -> Any:
     ddp = wrapped()
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    handle = salience.sync(ddp, optimizer, mode="quorum", steps=2, staleness=3, overlap=False)
+    handle = salience.sync(ddp, optimizer, mode="quorum", steps=every, staleness=3, overlap=False)
     waited = []
     x, y = problem(rank)
     for step in range(24):
@@ -229,14 +229,15 @@ def test_a_first_rank_that_does_not_come_is_named_at_the_deadline(tmp_path):
     assert said.startswith("Rank 1 lost rank 0, or waited 1 s for it, while parameters were averaged"), said
 
 
-def test_a_slow_rank_does_not_hold_the_others_and_all_end_equal(tmp_path):
-    ranks = run_ranks(tmp_path, slow_one, world=3)
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_slow_rank_does_not_hold_the_others_and_all_end_equal(tmp_path, every):
+    ranks = run_ranks(tmp_path, slow_one, every, world=3)
     assert all(isinstance(one, list) for one in ranks), ranks
     assert len({one[0] for one in ranks}) == 1
     assert len({one[3] for one in ranks}) == 1
     assert min(one[1] for one in ranks) > 0.9
     assert len({one[2] for one in ranks}) == 1, "every rank makes every update"
-    assert ranks[0][2] > 13, "more rounds than averaging points of one rank: the slow one missed some"
+    assert ranks[0][2] > 24 // every + 1, "more rounds than averaging points of one rank: the slow one missed some"
 
 
 def windows(rank: int) -> Any:

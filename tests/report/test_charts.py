@@ -58,6 +58,18 @@ def test_any_number_of_values_stays_inside_the_drawing(count):
     assert all(LEFT <= x <= WIDTH - RIGHT + 0.1 and 0 <= y <= HEIGHT for x, y in spots)
 
 
+def test_a_single_share_is_drawn_between_nothing_and_itself():
+    chart = lines("t", [5.0], {"a": [0.8]}, x_label="epoch", form="{:.0%}".format)
+    assert chart is not None
+    assert ">80%<" in chart.svg
+    assert ">0%<" in chart.svg
+    assert ">100%<" not in chart.svg
+    below = lines("t", [7.0, 8.0], {"a": [-2.0, -2.0]}, x_label="epoch", form="{:.0f}".format)
+    assert below is not None
+    assert ">0<" in below.svg
+    assert ">1<" not in below.svg
+
+
 def test_without_a_number_there_is_no_chart():
     assert lines("t", [], {"x": []}, x_label="of", form=plain) is None
     assert columns("t", ["a"], {"x": [None]}, x_label="of", form=plain) is None

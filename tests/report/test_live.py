@@ -56,10 +56,28 @@ def test_report_writes_the_page_with_the_names_that_are_given(problem, tmp_path,
     assert "&lt;b&gt;dog" in page
     assert "<b>dog" not in page
     assert "labelled <b>dog" in text
+    assert re.search(r"row-\d+\.txt \(sample \d+\): labelled", text)
     for title in ("Training loss", "Learning rate at the end of each epoch", "Accuracy in training, by class"):
         assert title in page
     with pytest.raises(ConfigError, match="give one per sample"):
         loader.report(tmp_path / "y.html", names=["only one"])
+
+
+def test_windows_shorter_than_an_epoch_are_called_windows_and_counted_as_parts_of_it(problem, tmp_path):
+    require(importlib.util.find_spec("jinja2") is not None, "jinja2")
+    loader = salience.Loader(problem, 10, epochs=4, window=100, select={"preset": "uniform", "keep": 0.5})
+    for _ in range(4):
+        for x, _ in loader:
+            loader.loss(x.sum(1))
+    loader.report(tmp_path / "x.html")
+    page = (tmp_path / "x.html").read_text()
+    assert "The model trained for 4 epochs on 300 samples" in page
+    assert f"selection made {loader.visits} visits instead of 1,200 ({1 - loader.visits / 1200:.0%} fewer)" in page
+    assert "Seconds per window" in page
+    assert "select uniform" in page
+    named = salience.Loader(problem, 10, epochs=4, select="uniform")
+    assert "select uniform" in html.unescape(named._repr_html_())
+    assert "has not finished" not in page
 
 
 def test_a_source_knows_its_names_and_classes(tmp_path):

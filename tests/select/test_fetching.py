@@ -11,6 +11,7 @@ import salience
 from salience.config import Fetching, SelectConfig, Use
 from salience.errors import ConfigError
 from salience.ledger import Ledger
+from salience.plan import Plan
 from salience.select import Pipeline
 from salience.select.fetching import Stock, refresh_set, resident_first, swap
 from salience.select.view import Clock, View
@@ -138,14 +139,19 @@ def test_the_least_certain_ranks_are_refreshed_first():
 
 def test_a_window_starts_with_what_is_resident():
     ids = np.random.default_rng(0).permutation(1000)
-    resident = ids < 50
-    resident = np.zeros(1000, dtype=bool)
-    resident[:50] = True
-    order = resident_first(ids, resident, batch_size=10)
-    assert sorted(order) == list(range(1000))
-    assert resident[ids[order][:50]].all()
-    few = resident_first(ids, np.ones(1000, dtype=bool), batch_size=10)
-    np.testing.assert_array_equal(ids[few], ids)
+    weights = 1 + ids.astype(np.float32) / 1000
+    plan = Plan(
+        window=0, population=1000, batch_size=10, ids=ids, weights=weights, importance=weights / 2,
+        level=np.zeros(1000, dtype=np.uint8),
+    )  # fmt: skip
+    resident = ids < 0
+    resident[ids[7::20]] = True
+    first = resident_first(plan, resident)
+    assert sorted(first.ids) == list(range(1000))
+    assert resident[first.ids[:49]].all()
+    np.testing.assert_array_equal(first.weights, 1 + first.ids.astype(np.float32) / 1000)
+    np.testing.assert_array_equal(first.ids[-10:], ids[-10:])  # one of which is resident
+    np.testing.assert_array_equal(resident_first(plan, np.ones(1000, dtype=bool)).ids, ids)
 
 
 def test_plans_are_the_same_for_the_same_stock_and_say_what_was_exchanged(world):
@@ -169,21 +175,6 @@ def test_plans_are_the_same_for_the_same_stock_and_say_what_was_exchanged(world)
     )
     hits = [np.count_nonzero(stock.resident[plan.ids]) / len(plan) for plan in (plans[0], without)]
     assert hits[0] > hits[1]
-
-
-@pytest.mark.parametrize("name", ["default", "uniform", "infobatch", "io"])
-def test_every_selection_visits_first_what_is_resident(world, name):
-    *_, stock, _ = world
-    ledger = Ledger(N)
-    ledger.record(np.arange(N), {"loss": np.random.default_rng(1).exponential(size=N).astype(np.float32)}, window=0)
-    pipeline = Pipeline(salience.select.preset(name))
-    with_it, without = (
-        pipeline.plan(ledger, window=3, windows=20, batch_size=32, seed=0, stock=some) for some in (stock, None)
-    )
-    assert stock.resident[with_it.ids[:64]].all()
-    assert not stock.resident[without.ids[:64]].all()
-    if name != "io":  # which exchanges samples as well
-        assert set(with_it.ids) == set(without.ids)
 
 
 @pytest.mark.parametrize("table", [{"top": 2}, {"max_age": 0}, {"topp": 0.5}, {"top": "much"}, 7])

@@ -16,9 +16,10 @@ from salience.events.coding import plain
 from salience.report.charts import Chart, bars, lines
 from salience.report.console import columns, say
 from salience.report.html import Table, sheet
-from salience.report.words import percent
+from salience.report.words import class_name, percent
 
 if TYPE_CHECKING:
+    from salience.events import ClassFinding
     from salience.select.agreement import Agreement
     from salience.select.contrast import Contrast
     from salience.select.view import Bools
@@ -38,8 +39,9 @@ def compare(args: argparse.Namespace) -> int:
 
     if len(args.ledgers) < 2:
         raise ConfigError("There is one run and nothing to compare it with; name at least two.")
-    loaded = dict(zip(names_of(args.ledgers), (kept(path).ledger for path in args.ledgers), strict=True))
-    found = agreement(loaded, wrong=wrong_labels(args.wrong, next(iter(loaded.values())).n))
+    opened = [kept(path) for path in args.ledgers]
+    loaded = dict(zip(names_of(args.ledgers), (one.ledger for one in opened), strict=True))
+    found = agreement(loaded, wrong=wrong_labels(args.wrong, opened[0].ledger.n))
     if args.json:
         return _json(as_table(found, args.top))
     pairs = [
@@ -50,13 +52,14 @@ def compare(args: argparse.Namespace) -> int:
         for one in found.pairs
     ]  # fmt: skip
     unsteady = zip(found.unsteady[: args.top].tolist(), found.spread[: args.top].tolist(), strict=True)
+    file = next((one.file for one in opened if one.file is not None), None)
     tables = [
         Table(
             title="Pair by pair", head=("networks", "rank correlation", "hardest tenth", "suspected by both"), rows=pairs
         ),
         Table(
-            title="Hardest to rank", head=("sample", "standard deviation of its rank"),
-            rows=[(str(i), f"{spread:.2f}") for i, spread in unsteady],
+            title="Hardest to rank", head=("sample", "standard deviation of its rank", *(["file"] if file else [])),
+            rows=[(str(i), f"{spread:.2f}", *([file(i)] if file else [])) for i, spread in unsteady],
             note="Ranks go from 0 to 1; networks that drew them by lot would have a standard deviation of about 0.29.",
         ),
     ]  # fmt: skip
@@ -74,9 +77,9 @@ def _shown(
 ) -> int:  # fmt: skip
     """Print sentences and tables and, if asked for, write a page that also has charts."""
     say("\n".join(said))
+    tables = [one for one in tables if one.rows]
     for one in tables:
-        if one.rows:
-            say(f"\n{one.title}:\n{columns([one.head, *one.rows], indent='  ')}")
+        say(f"\n{one.title}:\n{columns([one.head, *one.rows], indent='  ')}")
     if args.output:
         write_page(sheet(f"salience scores {action}", title, said=said, charts=charts, tables=tables), args.output)
         say(f"\nWritten to {args.output}.")
@@ -158,10 +161,12 @@ def history(args: argparse.Namespace) -> int:
     """Show how suspected, hard and easy samples developed, and what separates suspected from hard ones."""
     from salience.app.checkpoint import HISTORY
     from salience.ledger import history as histories
+    from salience.select.classes import class_findings
     from salience.select.contrast import contrast, groups_of
 
     folder = Path(args.ledger)
-    ledger = kept(folder).ledger
+    opened = kept(folder)
+    ledger = opened.ledger
     file = Path(args.history) if args.history else (folder if folder.is_dir() else folder.parent) / HISTORY
     if not file.exists():
         raise StateError(
@@ -173,15 +178,27 @@ def history(args: argparse.Namespace) -> int:
             f"The history is of {remembered.n:,} samples, the ledger of {ledger.n:,}; they must be of one run."
         )
     wrong = wrong_labels(args.wrong, ledger.n)
-    found = contrast(remembered, groups_of(ledger, wrong), known=wrong is not None)
+    groups = groups_of(ledger, wrong)
+    found = contrast(remembered, groups, known=wrong is not None)
+    classes = class_findings(ledger, groups[found.first])[1]
     if args.json:
         return _json({
             "windows": found.windows, "sizes": found.sizes, "known": found.known, "course": found.course,
-            "separation": found.separation,
+            "separation": found.separation, "classes": classes,
         })  # fmt: skip
     head, *rows = rows_of(found)
-    table = Table(title="Epoch by epoch", head=head, rows=rows)
-    return _shown(args, "history", folder.name, told(found), [table], courses(found))
+    tables = [Table(title="Epoch by epoch", head=head, rows=rows), uneven(classes, opened.classes)]
+    return _shown(args, "history", folder.name, told(found), tables, courses(found))
+
+
+def uneven(classes: Sequence[ClassFinding], names: Sequence[str] | None) -> Table:
+    """Why classes got more or fewer of the visits than of the samples, those that lost most first."""
+    shown = [one for one in classes if one.visits is not None and one.reason]
+    shown.sort(key=lambda one: (one.visits or 0.0) / one.share)
+    rows = [(class_name(one.label, names), percent(one.share), percent(one.visits or 0.0), one.reason) for one in shown]
+    return Table(
+        title="Classes that gained or lost visits", head=("class", "of samples", "of visits", "why"), rows=rows
+    )
 
 
 def told(found: Contrast) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,6 +64,7 @@ def open_run(given: str, *, name: str = "", ledger: str = "", whole: bool = True
     from salience.report.reader import read_log, story_of
     from salience.report.story import shown
     from salience.select.findings import findings
+    from salience.select.presets import preset_name
 
     path = Path(given)
     folder = path if path.is_dir() else path.parent if path.name == checkpoint.LOG else None
@@ -82,7 +82,7 @@ def open_run(given: str, *, name: str = "", ledger: str = "", whole: bool = True
     if known is not None and run.population not in (0, known.ledger.n):
         notes.append(f"The ledger is of {known.ledger.n:,} samples, the run of {run.population:,}; it was left out.")
         known = None
-    named = _preset(run.select) if isinstance(run.select, Mapping) else ""
+    named = preset_name(run.select) if isinstance(run.select, Mapping) else ""
     story = story_of(
         log, name=name or run_name(path), settings=settings, classes=saved.get("classes"), preset=named, notes=notes
     )  # fmt: skip
@@ -94,14 +94,6 @@ def open_run(given: str, *, name: str = "", ledger: str = "", whole: bool = True
     if known.file is not None:
         story = replace(story, files={i: known.file(i) for i in shown(story)})
     return Opened(story=story, ledger=known.ledger, settings=settings)
-
-
-def _preset(select: Mapping[str, Any]) -> str:
-    """Name of the preset that equals a resolved selection; empty if there is none."""
-    from salience.select import PRESETS, preset
-
-    same = json.dumps(select, sort_keys=True)
-    return next((name for name in PRESETS if json.dumps(preset(name).to_dict(), sort_keys=True) == same), "")
 
 
 def log_file(given: str) -> Path:

@@ -1,6 +1,7 @@
 """Events: what happens in a run, as typed values, and the log they are written to and read from."""
 
 from salience.events.coding import build, decode, encode
+from salience.events.data import KeysMatched, LengthsBatched, StreamRead
 from salience.events.findings import ClassFinding, Confusion, CopyGroup, Findings, Hard, Suspect, VisitFinding
 from salience.events.kinds import (
     KINDS,
@@ -53,7 +54,9 @@ __all__ = [
     "Findings",
     "GradientsProbed",
     "Hard",
+    "KeysMatched",
     "LayerNearZero",
+    "LengthsBatched",
     "LeverCeiling",
     "LeverDecided",
     "MachineUse",
@@ -65,6 +68,7 @@ __all__ = [
     "Steered",
     "StepCosts",
     "StepSeconds",
+    "StreamRead",
     "Summarised",
     "Suspect",
     "TreatCounted",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from salience.events.data import KeysMatched, LengthsBatched, StreamRead
 from salience.events.findings import Findings
 from salience.events.timing import BottleneckFound, LeverDecided, MachineUse, SettingsChanged, StepSeconds
 
@@ -25,6 +26,10 @@ class RunStarted:
     """Samples per batch and rank."""
     epochs: int | None = None
     """Planned number of epochs; None if it was not given."""
+    steps: int | None = None
+    """Batches of the whole run on each rank; None if it is counted in epochs."""
+    pieces: int = 1
+    """Windows per epoch."""
     seed: int = 0
     """The seed all plans are derived from."""
     world: int = 1
@@ -334,7 +339,8 @@ class Warned:
 EventData = (
     RunStarted | WindowPlanned | SignalsChosen | GradientsProbed | WindowClosed | Evaluated | Balanced | Steered
     | SamplesScored | CopiesFound | Findings | SampleBroken | FeedCounted | TreatCounted | BottleneckFound | LeverDecided
-    | SettingsChanged | Summarised | Warned
+    | SettingsChanged | LengthsBatched | KeysMatched | StreamRead
+    | Summarised | Warned
 )  # fmt: skip
 """Any kind of event."""
 

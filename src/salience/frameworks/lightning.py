@@ -1,7 +1,7 @@
 """Lightning (2.6) on a salience.Loader: the callback `Salience`, and `DataMixin` for a data module of your own.
 
-Salience.setup           the training DataLoader becomes a Loader, before optimizers are made; the module gets `salience`
-Batches                  what Lightning iterates: one plan per epoch however often it calls iter(), with its exact length
+Salience.setup           the training DataLoader becomes a Loader, before optimizers are made; the module gets `salience`.
+                         Lightning iterates its `Batches`: one plan per epoch however often it calls iter()
 Salience.loss            loss of the module's training_step; a short last group of accumulated batches weighs what it has
 Salience.state_dict      the loader's state is in every checkpoint, of epoch ends too
 on_validation_end        the monitored metric is reported to the loader
@@ -9,17 +9,15 @@ on_validation_end        the monitored metric is reported to the loader
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from salience.errors import ConfigError, MissingExtra
+from salience.frameworks.dataloaders import Batches, as_loader
 from salience.loader import Loader
-from salience.ranks import current_ranks
-from salience.run.iterating import BatchIterator
 from salience.schedule import ProgressLR
 
 try:
@@ -28,61 +26,11 @@ try:
 except ImportError as cause:
     raise MissingExtra.of("lightning", "lightning", "salience.frameworks.lightning") from cause
 
-PASSED = (
-    "batch_size", "collate_fn", "drop_last", "generator", "num_workers", "pin_memory", "timeout", "worker_init_fn",
-    "multiprocessing_context", "prefetch_factor", "persistent_workers",
-)  # fmt: skip
-"""What a Loader takes over from a DataLoader."""
-
-
-LOSSLESS = 8
-"""At the batch of this number a training_step that has recorded no loss is told that it returns another one."""
 STEP_HOOKS = (
     "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
     "on_train_batch_end",
 )  # fmt: skip
 """Hooks that Lightning calls in every step; those of them that do nothing take about 50 microseconds together."""
-
-
-def as_loader(loader: Any, **options: Any) -> Loader:
-    """A Loader over the data set of a DataLoader, with its arguments; a Loader is returned as it is.
-
-    Where nothing is selected, the order stays that of the DataLoader: its generators, of several processes those it was
-    given, or the order of the data set.
-    """
-    if isinstance(loader, Loader):
-        if options:
-            raise ConfigError(
-                f"{sorted(options)} belong to the salience.Loader that train_dataloader() returns; say it there."
-            )
-        return loader
-    if not isinstance(loader, DataLoader):
-        raise ConfigError(
-            f"train_dataloader() returns a {type(loader).__name__}; return a DataLoader or a salience.Loader."
-        )
-    sampler, observes = loader.sampler, options.get("select") is None
-    in_order = isinstance(sampler, SequentialSampler)
-    shuffles = isinstance(sampler, RandomSampler) and (
-        not sampler.replacement and sampler.num_samples == len(sampler.data_source)
-    )
-    if not (shuffles or (in_order and observes)) or loader.batch_size is None:
-        own = "does not shuffle" if in_order else "draws its own samples"
-        raise ConfigError(
-            f"The training DataLoader {own} ({type(sampler).__name__}), and the plan sets the order: use shuffle=True, "
-            "or salience.Observer to record only."
-        )
-    if observes and "seed" not in options:
-        options.setdefault("generator", generators_of(loader))
-    options.setdefault("shuffle", not in_order)
-    return Loader(loader.dataset, **{name: getattr(loader, name) for name in PASSED} | options)
-
-
-def generators_of(loader: DataLoader[Any]) -> Any:
-    """What the DataLoader draws from, as `generator` of a Loader: several processes draw alike, so not from their own."""
-    if current_ranks() is not None:
-        return loader.generator
-    first, second = loader.generator or "global", getattr(loader.sampler, "generator", None)
-    return first if second is None or second is first else (first, second)
 
 
 class Salience(lightning.Callback):
@@ -109,16 +57,10 @@ class Salience(lightning.Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage != "fit":
             return
-        source, epochs, options = trainer.fit_loop._data_source, trainer.max_epochs, dict(self.options)
+        source, options = trainer.fit_loop._data_source, dict(self.options)
         given = source.dataloader()
         if not isinstance(given, Loader):
-            counted = trainer.max_steps == -1 and epochs is not None and epochs > 0
-            if options.get("select") is not None and not counted:
-                raise ConfigError(
-                    f"select paces itself over epochs; max_epochs is {epochs} and max_steps {trainer.max_steps}: set "
-                    "max_epochs alone."
-                )
-            options.setdefault("epochs", epochs if counted else None)
+            options |= {} if "epochs" in options else self._length(trainer)
         self._trainer, self._batches = trainer, Batches(as_loader(given, **options), self._on_no_loss)
         trainer.fit_loop._data_source = type(source)(self._batches, "")
         if self._batches.varies or options.get("auto"):
@@ -127,6 +69,20 @@ class Salience(lightning.Callback):
         for hook in STEP_HOOKS:
             if getattr(type(self), hook) is getattr(lightning.Callback, hook):
                 setattr(self, hook, None)  # what cannot be called, Lightning passes over
+
+    def _length(self, trainer: Any) -> dict[str, Any]:
+        """How long the run is, as options of a Loader; to observe, nobody needs to know."""
+        epochs, steps = trainer.max_epochs, trainer.max_steps
+        if epochs is not None and epochs > 0 and steps == -1:
+            return {"epochs": epochs}
+        if self.options.get("select") is None:
+            return {}
+        if steps < 1 or epochs != -1 or trainer.accumulate_grad_batches > 1:
+            raise ConfigError(
+                f"select paces itself over the run; max_epochs is {epochs}, max_steps {steps} and accumulate_grad_batches "
+                f"{trainer.accumulate_grad_batches}: set max_epochs alone, or max_steps alone without accumulation."
+            )
+        return {"steps": steps}
 
     # --- in the module ---
 
@@ -183,57 +139,3 @@ class DataMixin:
 
     def train_dataloader(self) -> Loader:
         return as_loader(super().train_dataloader(), **self.salience)  # pyright: ignore
-
-
-class Batches:
-    """A Loader for a loop that calls iter() and len() whenever it likes: until a batch is taken, all share one iterator."""
-
-    def __init__(self, loader: Loader, on_no_loss: Callable[[], None]) -> None:
-        self.loader, self._on_no_loss = loader, on_no_loss
-        self.varies = loader.epochs is not None and loader.total_steps != loader.epochs * len(loader)
-        """True if epochs may differ in length."""
-        self.in_epoch = False
-        """True from the first batch of an epoch to its end; an iter() in between is a peek, as with a Loader."""
-        self._now: BatchIterator | None = None
-        self._taken = False
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._taken and self.in_epoch:
-            return iter(self.loader)
-        self._open()
-        return self._take()
-
-    def __len__(self) -> int:
-        if self.varies and not self.in_epoch and self.loader.epoch < (self.loader.epochs or 0):
-            self._open()  # planned, and so exact
-        return len(self.loader)
-
-    def _open(self) -> None:
-        if self._taken:
-            self._now, self._taken = None, False  # let go of it, or the next one would be a peek
-        if self._now is None:
-            self._now = iter(self.loader)
-
-    def _take(self) -> Iterator[Any]:
-        while self._now is not None:
-            self._taken = self.in_epoch = True
-            try:
-                batch = next(self._now)
-            except StopIteration:
-                return
-            if self.loader.steps.count == LOSSLESS and not self.loader.steps.losses:
-                self._on_no_loss()
-            yield batch
-
-    def end_epoch(self) -> None:
-        """Exhaust the iterator as other loops do: Lightning counts batches and stops before the end."""
-        self.in_epoch = False
-        if self._now is not None and self._taken and self._now.complete:
-            next(self._now, None)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: the callback saves the loader. Having it tells Lightning that this can be resumed inside an epoch."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Do nothing: the callback has loaded it already."""

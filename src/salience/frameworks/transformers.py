@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from salience.errors import ConfigError, MissingExtra, StateError
 from salience.files import atomic
 from salience.frameworks.losses import OwnLosses, TaskLosses
+from salience.frameworks.trainer_limits import check_arguments, check_version
 from salience.loader import Loader
 from salience.run.selection import Select
 from salience.schedule import ProgressLR
@@ -43,16 +44,7 @@ _Trainer: Any = object
 IDS = "_ids"
 STATE_FILE = "salience.pt"
 
-OVERRIDDEN = (
-    "_run_epoch", "_init_training_state", "_save_rng_state", "get_batch_samples", "set_initial_training_values",
-)  # fmt: skip
-"""Methods of version 5 that others do not have."""
-for _name in OVERRIDDEN:
-    if not hasattr(transformers.Trainer, _name):
-        raise ConfigError(
-            f"transformers {transformers.__version__} has no Trainer.{_name}, on which this adapter stands; it was made for "
-            "transformers 5: install that, or use salience.Loader in a loop of your own."
-        )
+check_version(transformers.Trainer, transformers.__version__)
 
 
 class TrainerMixin(_Trainer):
@@ -251,23 +243,3 @@ class _Reporter(transformers.TrainerCallback):
             return
         rises = args.greater_is_better if args.greater_is_better is not None else not name.endswith("loss")
         self._trainer.loader.evaluated(float(value) if rises else -float(value))
-
-
-def check_arguments(trainer: Any, select: Select) -> None:
-    """Refuse what would be silently ignored or wrong."""
-    args = trainer.args
-    if trainer.compute_loss_func is not None:
-        raise ConfigError("compute_loss_func returns one number; pass per_sample=, which returns one loss per sample.")
-    if args.train_sampling_strategy != "random":
-        raise ConfigError(
-            f"train_sampling_strategy is {args.train_sampling_strategy!r}; the plan sets the order: leave it at 'random'."
-        )
-    if args.n_gpu > 1:
-        raise ConfigError(
-            "Several GPUs in one process (DataParallel) are not supported; start one per GPU with torchrun."
-        )
-    if select is not None and (args.max_steps > 0 or args.num_train_epochs != int(args.num_train_epochs)):
-        raise ConfigError(
-            f"select paces itself over whole epochs; max_steps is {args.max_steps} and num_train_epochs is "
-            f"{args.num_train_epochs}: set num_train_epochs to an integer and leave max_steps out."
-        )

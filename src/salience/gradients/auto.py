@@ -3,8 +3,9 @@
     first       3 steps of plain all-reduce, ignored (DDP rearranges its buckets)
     then        8 steps of plain all-reduce, watched: how long a step takes, and how long it waits for gradients at its end. No
                 mode can save more than that wait; if it is too short to be worth it, nothing else is measured
-    then        3 steps with gradients in one piece after the backward pass: how long the link takes, and the rest of a step;
-                the work of modes that could win is timed on a part of the model, and each gets a prediction
+    then        3 steps with gradients in one piece after the backward pass: how long the link takes, and the rest of a step.
+                (Where steps do little but wait, the second and the third of all tell as much, and these and the 8 are left out)
+    then        the work of modes that could win is timed on a part of the model, and each gets a prediction
     then        a block of steps with the best one, if it promises enough; more blocks by turns where one leaves doubt
     from then   the wait at the end of steps (all-reduce), the time of an exchange (local steps) or of a message (other modes)
                 is looked at every 64 steps; if it stays half or twice as long, all of this starts again
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from salience.events import Event, LeverDecided, StepCosts
 from salience.gradients.costs import Costs, rehearse, share_of, some_gradients
@@ -40,8 +42,14 @@ if TYPE_CHECKING:
 SKIP, WATCH, PIECE, BLOCK, PAIRS, CHECK_EVERY = 3, 8, 3, 8, 3, 64
 """Steps ignored, watched, and with gradients in one piece; steps per block of a trial, maximum number of pairs of blocks, steps
 between two checks of the link."""
+LOCAL_WARM = 16
+"""Local steps that are not timed in a trial, at least: the first exchanges of a new thread are up to twelve times as slow as
+later ones (9.8 MB: 299, 141, 136, 43, 24 ms)."""
 SETTLED = SKIP + WATCH + PIECE
 """Steps after which a decision has been made."""
+EARLY, EARLY_WATCH, CLEAR = 3, 2, 3.0
+"""After `EARLY` steps the last `EARLY_WATCH` are looked at. If each would be `CLEAR` times as fast without its wait, that is
+about the time of the link, and a mode is chosen at once: where links are slow, steps of measuring are what `auto` costs."""
 WORTH, KEEP, SURE, HOPELESS, CHANGED = 1.15, 1.02, 1.5, 1 / 1.1, 2.0
 """Speed-ups that are worth a trial, that keep a mode, that need no second pair of blocks, and that end a trial at once; change
 of the link after which everything starts again."""
@@ -61,14 +69,20 @@ class Trial:
 
     mode: str
     options: dict[str, Any]
-    length: int
-    """Steps per block."""
+    warm: int
+    """First steps of a block with the mode that are not timed: buffers are new, and an exchange must be under way."""
+    timed: int
     on: bool = True
     block: list[float] = field(default_factory=list[float])
     without: list[float] = field(default_factory=list[float])
     with_mode: list[float] = field(default_factory=list[float])
     exchange: Exchange | None = None
     """The mode's exchange, kept so that residuals of one block are there in the next; local steps start again."""
+
+    @property
+    def over(self) -> bool:
+        """True if the block is complete."""
+        return len(self.block) >= (self.warm + self.timed if self.on else BLOCK)
 
     @property
     def gains(self) -> list[float]:
@@ -109,6 +123,8 @@ class Chooser:
     def _restart(self) -> None:
         self.handle.switch("allreduce", {})
         self.adopted, self.trial, self._step = "", None, 0
+        self._decide_at = 0
+        """The step after which a mode is chosen, while gradients travel in one piece until then; otherwise 0."""
         self._seconds.clear()
         self._pace: float | None = None
         """Seconds of a wait, an exchange or a message when the mode was chosen; None if the next look sets it."""
@@ -125,10 +141,12 @@ class Chooser:
             return
         if self.trial is not None:
             self._follow(self.trial, seconds)
+        elif self._step == EARLY:
+            self._watched_early()
         elif self._step == SKIP + WATCH:
             self._watched()
-        elif self._step == SETTLED:
-            self._decide()
+        elif self._step == self._decide_at:
+            self._decide(PIECE)
         elif self._step > SETTLED and (self._step - SETTLED) % self._patience == 0:
             self._look()
         self._since = time.perf_counter()
@@ -136,7 +154,7 @@ class Chooser:
     @property
     def trying(self) -> bool:
         """True while steps are not representative of the mode in use, since they are measured or a mode is tried."""
-        return self.trial is not None or (bool(self.candidates) and SKIP + WATCH <= self._step < SETTLED)
+        return self.trial is not None or self._step < self._decide_at
 
     # --- measuring and predicting ---
 
@@ -173,22 +191,29 @@ class Chooser:
             found.append(time.perf_counter() - start)
         return self._mean(min(found))[0]
 
-    def _waits(self) -> tuple[float, float]:
-        """Seconds of a step, and of its wait for gradients at the end: medians of the last steps. Collective.
+    def _waits(self, steps: int = WATCH) -> tuple[Tensor, Tensor]:
+        """Seconds of the last steps, and of their waits for gradients at the end, [steps] each. Collective.
 
         The rank that arrives last only waits for the link, so the shortest wait of a step counts.
         """
-        row = torch.tensor(
-            [*self._seconds, *self.handle.traffic.waits(WATCH)], dtype=torch.float64, device=self._device
-        )
-        seconds, waits = self.handle.links.main.gather(row).cpu().view(-1, 2, WATCH).unbind(1)
-        return seconds.mean(0).median().item(), waits.amin(0).median().item()
+        row = [*list(self._seconds)[-steps:], *self.handle.traffic.waits(steps)]
+        rows = self.handle.links.main.gather(torch.tensor(row, dtype=torch.float64, device=self._device))
+        seconds, waits = rows.cpu().view(-1, 2, steps).unbind(1)
+        return seconds.mean(0), waits.amin(0)
+
+    def _watched_early(self) -> None:
+        """Choose at once if the first steps leave no doubt that they wait for the link; otherwise watch more of them."""
+        seconds, waits = self._waits(EARLY_WATCH)
+        if bool((seconds >= CLEAR * (seconds - waits)).all()):
+            self._pace, self._step_seconds = waits.median().item(), seconds.median().item()
+            self._say_bottleneck(self._step_seconds, self._pace, EARLY_WATCH)
+            self._decide(EARLY_WATCH)
 
     def _watched(self) -> None:
         """Continue measuring if steps wait long enough for gradients; otherwise stay with all-reduce."""
-        step, wait = self._waits()
+        step, wait = (one.median().item() for one in self._waits())
         self._pace = wait
-        self._say_bottleneck(step, wait)
+        self._say_bottleneck(step, wait, WATCH)
         ceiling = step / max(step - wait, 1e-9)
         if ceiling < WORTH:
             self._step = SETTLED
@@ -196,13 +221,15 @@ class Chooser:
             self._tell("skip", "allreduce", predicted=ceiling, reason=f"{shown}; no mode can gain {WORTH:g}x")
             return
         self._step_seconds = step
+        self._decide_at = SETTLED
         if self.handle.links.nodes is None:
             self.handle.traffic.exchange = Whole(self.handle.links.main, overlap=False)
 
-    def _decide(self) -> None:
-        """Predict what each mode would make of a step, and try the best if it promises enough."""
+    def _decide(self, count: int) -> None:
+        """From the last `count` steps, predict what each mode would make of a step, and try the best if it promises enough."""
         traffic = self.handle.traffic
-        seconds, waits, busy = list(self._seconds)[-PIECE:], traffic.waits(PIECE), traffic.busy(PIECE)
+        self._step, self._decide_at = SETTLED, 0
+        seconds, waits, busy = list(self._seconds)[-count:], traffic.waits(count), traffic.busy(count)
         self.handle.switch("allreduce", {})
         parameters = [p for p in self.handle.ddp.parameters() if p.requires_grad]
         step, exchange, busy = self._mean(*map(statistics.median, (seconds, waits, busy)))
@@ -225,16 +252,16 @@ class Chooser:
             return
         self._tell("try", mode, predicted=speedup, reason=f"{shown}; {mode} is lossy, so validate the result")
         given = {"steps": costs.local_steps} if mode == "local" else {}
-        length = 2 * costs.local_steps if mode == "local" else BLOCK
-        self.trial = Trial(mode=mode, options=resolve(mode, given), length=length, without=[costs.plain])
+        warm, timed = (max(costs.local_steps, n) for n in (LOCAL_WARM, BLOCK)) if given else (BLOCK // 2, BLOCK // 2)
+        self.trial = Trial(mode=mode, options=resolve(mode, given), warm=warm, timed=timed, without=[costs.plain])
         self._turn(self.trial)
 
-    def _say_bottleneck(self, step: float, sync: float) -> None:
+    def _say_bottleneck(self, step: float, sync: float, watched: int) -> None:
         """Log a verdict if ranks mostly wait for gradients."""
         steps = getattr(self.handle.loader, "steps", None)
-        recent = [one.wait for one in list(steps.steps)[-WATCH:]] if isinstance(steps, Steps) else []
+        recent = [one.wait for one in list(steps.steps)[-watched:]] if isinstance(steps, Steps) else []
         wait = statistics.fmean(recent) if recent else 0.0
-        seconds = StepCosts(step=step, wait=wait, input=wait, compute=step - wait, work={}, sync=sync, steps=WATCH)
+        seconds = StepCosts(step=step, wait=wait, input=wait, compute=step - wait, work={}, sync=sync, steps=watched)
         found = find_bottleneck(seconds)
         if found.bound != "sync":
             return
@@ -246,10 +273,11 @@ class Chooser:
     def _follow(self, trial: Trial, seconds: float) -> None:
         """A step of a trial was made."""
         trial.block.append(seconds)
-        if len(trial.block) < trial.length:
+        if not trial.over:
             return
-        # What a switch begins is over after half a block with the mode, after a step without it.
-        steady = trial.block[trial.length // 2 :] if trial.on else trial.block[1:]
+        steady = trial.block[
+            trial.warm if trial.on else 1 :
+        ]  # without the mode, what a switch begins is over after a step
         (mean,) = self._mean(statistics.fmean(steady))
         (trial.with_mode if trial.on else trial.without).append(mean)
         trial.block = []
@@ -307,7 +335,7 @@ class Chooser:
     def _pace_now(self) -> tuple[float, bool]:
         """Seconds that measure the speed of the link, and whether a change would matter. Collective."""
         if not self.adopted:
-            step, wait = self._waits()
+            step, wait = (one.median().item() for one in self._waits())
             return wait, step / max(step - wait, 1e-9) >= WORTH
         local = self._local
         if local is None:

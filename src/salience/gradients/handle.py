@@ -137,22 +137,29 @@ class Handle:
     def state_dict(self) -> dict[str, Any]:
         """What this rank needs to continue. Save the model after calling it, since parameters may be averaged here."""
         if self.ranks is None:
-            return {"mode": self.mode, "world": 1, "rank": 0}
+            return {"mode": self.mode, **self._place}
         inner = self.exchange.state_dict()  # averages parameters, so it comes first
         chooser = None if self.auto is None else self.auto.state_dict()
-        here = {"world": self.ranks.world, "rank": self.ranks.rank}
-        return {"mode": self.mode, "options": self.options, **here, "inner": inner, "auto": chooser}
+        return {"mode": self.mode, "options": self.options, **self._place, "inner": inner, "auto": chooser}
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        """What residuals belong to."""
+        if self.ranks is None:
+            return {"world": 1, "rank": 0, "groups": None}
+        groups = None if self.links.nodes is None else self.links.nodes.groups
+        return {"world": self.ranks.world, "rank": self.ranks.rank, "groups": groups}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state, after that of the model was loaded.
 
-        If the number of ranks has changed, residuals are dropped, and the event log says so.
+        If the number of ranks or the groups have changed, residuals are dropped, and the event log says so.
         """
         ranks = self.ranks
         if ranks is None or state["world"] == 1:
             if ranks is not None:
                 self.exchange.restart()
-            if state["world"] != (1 if ranks is None else ranks.world):
+            if state["world"] != self._place["world"]:
                 self._tell_dropped(state)
             return
         if self.auto is not None and state.get("auto") is not None:
@@ -165,16 +172,20 @@ class Handle:
                 f"The state is of sync(mode={state['mode']!r}), this run uses {self.mode!r}; use the same mode."
             )
         # On all ranks, or on none: what has stayed behind here must fit what did elsewhere.
-        same = all(ranks.gather_objects([state["world"], state["rank"]] == [ranks.world, ranks.rank]))
+        same = all(ranks.gather_objects(all(state.get(name) == now for name, now in self._place.items())))
         self.exchange.load_state_dict(state["inner"], residuals=same)
         if not same:
             self._tell_dropped(state)
 
     def _tell_dropped(self, state: Mapping[str, Any]) -> None:
-        rank, world = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.world)
+        if not state.get("inner"):
+            return  # nothing stays behind in this mode
+        before, now = (
+            f"rank {one['rank']} of {one['world']}" + (f" in the groups {one['groups']}" if one.get("groups") else "")
+            for one in (state, self._place)
+        )
         self.tell(Warned(text=(
-            f"The state was saved by rank {state['rank']} of {state['world']} and is loaded by rank {rank} of "
-            f"{world}: gradients that had stayed behind (residuals) are dropped."
+            f"The state was saved by {before} and is loaded by {now}: gradients that had stayed behind (residuals) are dropped."
         )))  # fmt: skip
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """The ranks that exchange gradients: the few collectives they use, each with a deadline, and a way to report trouble.
 
 A rank that cannot continue leaves a note in the store of the process group before it raises. Ranks that wait for it check the
-store every half second and raise the same error, instead of waiting for the group's timeout.
+store every half second and raise the same error, instead of waiting for the group's timeout. They leave a mark there too, so
+that at the deadline the ranks without one can be named.
 """
 
 from __future__ import annotations
@@ -43,6 +44,21 @@ class Notes:
                 return self._store.get(self._key).decode()
         return None
 
+    def mark(self, place: str, rank: int, count: int) -> None:
+        """Say that a rank waits in the `count`th collective of a place."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"{self._key}/{place}/{rank}", str(count))
+
+    def missing(self, place: str, world: int, count: int) -> list[int]:
+        """Ranks that have not said so; empty if that cannot be known."""
+        found: list[int] = []
+        with contextlib.suppress(RuntimeError):
+            for key, rank in ((f"{self._key}/{place}/{rank}", rank) for rank in range(world if self._store else 0)):
+                if not self._store.check([key]) or int(self._store.get(key)) < count:
+                    found.append(rank)
+        return found
+
 
 class Link:
     """One process group, as seen by exchanges. Every method except `wait` is collective."""
@@ -55,6 +71,8 @@ class Link:
         """The device that tensors must be on to be sent."""
         self.sent = 0.0
         """Bytes that this rank has sent, by the arithmetic of a ring."""
+        self._waits = 0
+        """Number of collectives that were waited for, in the same order on all ranks."""
 
     def start_mean(self, tensor: Tensor) -> Any:
         """Start replacing `tensor` by its mean over the ranks; pass the result to `wait`."""
@@ -115,7 +133,8 @@ class Link:
         if self.device.type == "cuda":
             work.wait()
             return
-        end = time.monotonic() + self.deadline
+        end, name = time.monotonic() + self.deadline, str(getattr(self.group, "group_name", ""))
+        self._waits += 1
         while True:
             try:
                 work.wait(timedelta(seconds=LOOK_EVERY))
@@ -127,10 +146,13 @@ class Link:
                 if work.is_completed():
                     self._settle(work)
                     return
+                self.notes.mark(name, self.rank, self._waits)
                 if time.monotonic() > end:
+                    missing = self.notes.missing(name, self.world, self._waits)
+                    whom = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}" if missing else "the others"
                     raise RankError(
-                        f"Rank {self.rank} of {self.world} waited {self.deadline:g} s for gradients of the others; look for "
-                        "the first error of the other ranks. Every rank must make the same number of steps."
+                        f"Rank {self.rank} of {self.world} waited {self.deadline:g} s for gradients of {whom}; look for the "
+                        "first error there. Every rank must make the same number of steps."
                     ) from cause
 
     def _settle(self, work: Any) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from salience.errors import StateError
 from salience.files import read_npz, write_npz
 from salience.ledger.columns import COLUMNS, COUNT_LIMIT
+from salience.ledger.keys import Keys
 from salience.ledger.ledger import Ledger
 from salience.stats import known_mean
 
@@ -18,17 +19,22 @@ _COUNTERS = ("seen", "trained", "right", "forgotten", "bad")
 
 
 def save(ledger: Ledger, path: str | Path) -> None:
-    """Write every column; the file appears whole or not at all."""
-    write_npz(path, {"format": np.array(FORMAT), **ledger.state_dict()})
+    """Write every column, and the keys of the samples if they have any; the file appears whole or not at all."""
+    keys = {} if ledger.keys is None else {"keys": ledger.keys.array()}
+    write_npz(path, {"format": np.array(FORMAT), **ledger.state_dict(), **keys})
 
 
 def load(path: str | Path) -> Ledger:
     arrays = read_npz(path, FORMAT, "ledger")
     if "seen" not in arrays or arrays["seen"].ndim != 1 or not len(arrays["seen"]):
         raise StateError(f"{str(path)!r} is not a ledger: it has no column 'seen' with a number per sample.")
-    ledger = Ledger(len(arrays["seen"]))
+    ledger, keys = Ledger(len(arrays["seen"])), arrays.pop("keys", None)
     try:
         ledger.load_state_dict(arrays)
+        if keys is not None:
+            ledger.keys = Keys.from_array(keys)
+            if len(ledger.keys) != ledger.n:
+                raise StateError(f"It has {len(ledger.keys)} keys for {ledger.n} samples.")
     except StateError as cause:
         raise StateError(f"{str(path)!r} cannot be loaded. {cause}") from cause
     return ledger

@@ -12,6 +12,7 @@ import torch
 
 from salience.errors import ConfigError, Misattributed, StateError
 from salience.ledger.columns import CLASS_LIMIT, COLUMNS, COUNT_LIMIT, VOTE_COLUMNS, VOTE_DECAY, VOTES, Column
+from salience.ledger.keys import Keys
 from salience.ledger.likeliest import strongest
 from salience.ledger.statistics import CLASS_ROWS
 
@@ -50,6 +51,34 @@ class Ledger:
         are, and the share of samples that the window before left out for their labels."""
         self.trial: npt.NDArray[np.float64] = np.empty((0, TRIAL_FIELDS))
         """Hard samples on trial, one row per sample and trial: see `select.trial`."""
+        self.keys: Keys | None = None
+        """The name of the sample of each row; None where rows are positions in one data set."""
+        self._room = dict(self._columns)
+        """The memory of the columns, which may be for more rows than there are."""
+
+    def extend(self, n: int) -> None:
+        """Add rows of samples never seen at the end, up to `n`; room is made for half as many again at a time."""
+        if self.memory is not None:
+            raise ConfigError("A ledger that processes share cannot grow; make a new one.")
+        if n < self.n:
+            raise ConfigError(f"The ledger has {self.n} rows and cannot shrink to {n}.")
+        for name, column in ARRAYS.items():
+            if n > len(self._room[name]):
+                larger = np.zeros((n + n // 2, *self[name].shape[1:]), dtype=column.dtype)
+                if column.first != 0:
+                    larger[self.n :] = column.first
+                larger[: self.n] = self[name]
+                self._room[name] = larger
+            self._columns[name] = self._room[name][:n]
+        self.n = n
+
+    def taken(self, rows: npt.NDArray[np.int64]) -> Ledger:
+        """A private ledger of these rows of this one, int64 [m]; -1 is a sample never seen. It has no keys."""
+        part, known = Ledger(len(rows)), rows >= 0
+        for name in ARRAYS:
+            part[name][known] = self[name][rows[known]]
+        part.course = list(self.course)
+        return part
 
     def grown(self, n: int) -> Ledger:
         """A private ledger of `n` rows that begins with the rows of this one; new rows are for samples never seen."""

@@ -49,7 +49,11 @@ def lines(
     known = _known(series)
     if not known:
         return None
-    axis = ticks(min(known) if least is None else least, max(known))
+    least = min(known) if least is None else least
+    most = max(known)
+    if least == most:  # from 0 or to 0: around a single accuracy the axis would pass 100%
+        least, most = min(least, 0.0), max(most, 0.0)
+    axis = ticks(least, most)
     low, high = (x[0], x[-1]) if x[-1] > x[0] else (x[0] - 0.5, x[0] + 0.5)
 
     def across(value: float) -> float:

@@ -40,7 +40,7 @@ def results(story: Story, baseline: Comparison | None) -> Chart | None:
         runs[f"baseline {other.name}"] = other.evaluations
     x, series = _over({name: [(float(one.window), one.metric) for one in found] for name, found in runs.items()})
     name = "Test accuracy" if story.measure == "accuracy" else "Validation metric"
-    return lines(name, x, series, x_label="epochs done", form=_metric_form(story))
+    return lines(name, x, series, x_label=f"{story.unit}s done", form=_metric_form(story))
 
 
 def _metric_form(story: Story) -> Callable[[float], str]:
@@ -53,10 +53,10 @@ def training(story: Story) -> list[Chart | None]:
     x = [end.window + 1.0 for end in ends]
     found = {
         "Training loss": [end.loss for end in ends],
-        "Learning rate at the end of each epoch": [end.lr for end in ends],
+        f"Learning rate at the end of each {story.unit}": [end.lr for end in ends],
     }
     return [
-        lines(title, x, {title.split(" at ")[0].lower(): values}, x_label="epoch", form="{:.3g}".format, least=0.0)
+        lines(title, x, {title.split(" at ")[0].lower(): values}, x_label=story.unit, form="{:.3g}".format, least=0.0)
         for title, values in found.items()
     ]
 
@@ -65,7 +65,11 @@ def seconds_per_epoch(story: Story) -> Chart | None:
     done = [window for window in story.windows if window.end is not None and window.end.of]
     parts = {"seconds": [window.seconds for window in done]}
     return columns(
-        "Seconds per epoch", [str(w.number + 1) for w in done], parts, x_label="epoch", form=lambda v: f"{v:.3g} s"
+        f"Seconds per {story.unit}",
+        [str(w.number + 1) for w in done],
+        parts,
+        x_label=story.unit,
+        form=lambda v: f"{v:.3g} s",
     )
 
 
@@ -86,7 +90,7 @@ def timeline(story: Story) -> Chart | None:
     if not any(series["copying to the device"]):
         del series["copying to the device"]
     names = [str(window.number + 1) for window, _ in done]
-    return columns("Seconds of the loop", names, series, x_label="epoch", form=lambda v: f"{v:.3g} s")
+    return columns("Seconds of the loop", names, series, x_label=story.unit, form=lambda v: f"{v:.3g} s")
 
 
 def work(story: Story) -> Chart | None:
@@ -153,7 +157,7 @@ def by_importance(story: Story) -> Chart | None:
     groups = {"least important tenth": (0, 1), "middle": (4, 6), "most important tenth": (9, 10)}
     series = {name: [statistics.fmean(s[low:high]) for _, s in done] for name, (low, high) in groups.items()}
     return lines(
-        "Share visited, by importance", [number for number, _ in done], series, x_label="epoch", form=words.percent,
+        "Share visited, by importance", [number for number, _ in done], series, x_label=story.unit, form=words.percent,
         least=0.0,
     )  # fmt: skip
 
@@ -161,9 +165,9 @@ def by_importance(story: Story) -> Chart | None:
 def kept(story: Story) -> Chart | None:
     if not story.selects:
         return None
-    shares = {"visited": [w.plan.picked / w.population if w.population else None for w in story.windows]}
+    shares = {"visited": [w.plan.picked * story.pieces / w.population if w.population else None for w in story.windows]}
     names = [str(w.number + 1) for w in story.windows]
-    return columns("Share of the samples visited", names, shares, x_label="epoch", form=words.percent)
+    return columns("Share of the samples visited", names, shares, x_label=story.unit, form=words.percent)
 
 
 def times_trained(story: Story) -> Chart | None:
@@ -191,7 +195,7 @@ def by_loss(story: Story) -> Chart | None:
     feet = [(float(i), f"{edges[i]:.2g}") for i in range(0, len(edges), (len(edges) - 1) // 4)]
     return columns(
         "Importance: the samples by mean loss", names, series, x_label="mean loss", form=words.short, feet=feet,
-        note="Easy samples are on the left, hard ones on the right; importance is made of this.",
+        note="Easy samples are on the left, hard ones on the right; importance is computed from this.",
     )  # fmt: skip
 
 
@@ -202,7 +206,12 @@ def dropped(story: Story) -> Chart | None:
     series = dict([item for item in left.items() if any(item[1])][:MAX_SERIES_DRAWN])
     epochs, note = [str(window.number + 1) for window in story.windows], f"All by {next(iter(series), '')}."
     return columns(
-        "Samples left out by filters", epochs, series, x_label="epoch", form=words.short, note=note * (len(series) == 1)
+        "Samples left out by filters",
+        epochs,
+        series,
+        x_label=story.unit,
+        form=words.short,
+        note=note * (len(series) == 1),
     )
 
 

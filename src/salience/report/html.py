@@ -9,14 +9,14 @@ from __future__ import annotations
 import base64
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from salience._version import __version__
-from salience.errors import ConfigError, MissingExtra, StateError, printable
+from salience.errors import MissingExtra, StateError, printable
 from salience.events import EventLog, LeverDecided
 from salience.files import write_text
 from salience.report import drawings, words
@@ -25,12 +25,10 @@ from salience.report.compared import HEAD, SECONDS_NOTE, Comparison, rows, said_
 from salience.report.reader import Log, read_log, story_of
 from salience.report.story import GROUPS, HARDEST, MEMBERS, SUSPECTS, Story, shown
 from salience.report.text import metric, sections, verdict
-from salience.report.words import Names
+from salience.report.words import Names, SampleNames
 
 Pictures = Mapping[int, bytes]
 """PNG or JPEG of the samples shown."""
-SampleNames = Sequence[str] | Callable[[int], str] | None
-"""Names of samples: one per sample, or a function of the id."""
 
 
 def page(story: Story, *, pictures: Pictures | None = None, baseline: Comparison | None = None) -> str:
@@ -104,18 +102,16 @@ def comparison_page(comparison: Comparison) -> str:
     )  # fmt: skip
 
 
-def live_page(events: EventLog, *, name: str, names: SampleNames = None, classes: Names = None) -> str:
+def live_page(
+    events: EventLog, *, name: str, names: SampleNames = None, classes: Names = None, preset: str = ""
+) -> str:  # fmt: skip
     """The page of a run in progress, from its log if it has one, otherwise from the last events in memory."""
     path = events.path
     log = Log(events=tuple(events.recent)) if path is None or not path.exists() else read_log(path)
-    story = story_of(log, name=name, classes=classes)
+    story = story_of(log, name=name, classes=classes, preset=preset)
     if names is None:
         return page(story)
-    find = names if callable(names) else names.__getitem__
-    try:
-        return page(replace(story, files={i: str(find(i)) for i in shown(story)}))
-    except (IndexError, KeyError) as cause:
-        raise ConfigError(f"names has no name for a sample of this run ({cause}); give one per sample.") from cause
+    return page(replace(story, files={i: words.sample_name(i, names) for i in shown(story)}))
 
 
 def write_page(path: str | Path, text: str) -> None:
@@ -167,6 +163,9 @@ def _tiles(story: Story) -> list[tuple[str, str, str]]:
         tiles.append((metric(story, story.metric), name, f"best {metric(story, story.best)}"))
     if story.recorded:
         tiles.append((f"{story.visits:,}", "visits recorded", f"in {words.count(len(story.windows), 'epoch')}"))
+    elif story.selects and story.run.steps is not None:
+        passes = f"{story.visits / story.population:.1f} on all data" if story.population else ""
+        tiles.append((f"{story.done:,}", f"epochs in {words.count(story.batches, 'step')}", passes))
     else:
         tiles.append((f"{story.share:.0%}", "of all visits", f"{story.visits:,} of {story.full:,}"))
     tiles.append((words.seconds(story.seconds), "training", "without evaluation"))

@@ -205,10 +205,15 @@ def _oddities(
         yield "The log has no `run` event: its beginning is missing, and with it the settings."
     elif runs[-1].salience not in ("", __version__):
         yield f"The run was made with salience {runs[-1].salience}; this report was made with {__version__}."
-    epochs, done = runs[-1].epochs if runs else None, sum(window.finished for window in windows)
+    epochs, done = None, sum(window.finished for window in windows)
+    if runs:
+        epochs, done = runs[-1].epochs, done // max(1, runs[-1].pieces)
     if log.cut:
         yield "The log is cut off in the middle of a line, as by a crash; everything before that is shown."
-    if epochs is not None and done < epochs:
+    steps, batches = runs[-1].steps if runs else None, sum(w.end.batches for w in windows if w.end is not None)
+    if steps is not None and batches < steps:
+        yield f"The run has not finished: {batches:,} of {steps:,} steps are done."
+    if steps is None and epochs is not None and done < epochs:
         yield f"The run has not finished: {done} of {epochs} epochs are done."
     if torn > log.cut:
         yield f"{count(torn - log.cut, 'line')} of the log could not be read."

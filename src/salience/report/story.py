@@ -141,9 +141,36 @@ class Story:
         return sum(window.visits for window in self.windows)
 
     @property
+    def population(self) -> int:
+        """Number of samples in the data set; 0 if nothing was planned."""
+        return max((window.population for window in self.windows), default=0)
+
+    @property
+    def batches(self) -> int:
+        """Batches of the windows that are over."""
+        return sum(window.end.batches for window in self.windows if window.end is not None)
+
+    @property
     def full(self) -> int:
         """Visits that all data would have needed over the same windows."""
-        return round(sum(window.population * window.done for window in self.windows))
+        if not self.selects:
+            return self.visits
+        return round(sum(window.population * window.done for window in self.windows) / self.pieces)
+
+    @property
+    def pieces(self) -> int:
+        """Windows per epoch."""
+        return max(1, self.run.pieces)
+
+    @property
+    def done(self) -> int:
+        """Number of epochs that are over."""
+        return sum(window.finished for window in self.windows) // self.pieces
+
+    @property
+    def unit(self) -> str:
+        """What a window is to the reader."""
+        return "epoch" if self.pieces == 1 else "window"
 
     @property
     def share(self) -> float:
@@ -180,7 +207,7 @@ class Story:
         """True if the run was told to select, or `auto` did."""
         if self.recorded:
             return False
-        return self.run.select != "observe" or any(w.plan.picked < w.population for w in self.windows)
+        return self.run.select != "observe" or (self.auto and any(w.plan.picked < w.population for w in self.windows))
 
     @property
     def recorded(self) -> bool:
@@ -190,7 +217,7 @@ class Story:
     @property
     def epochs(self) -> int:
         """Planned number of epochs; the number in the log if it was not given."""
-        return max(1, len(self.windows) if self.run.epochs is None else self.run.epochs)
+        return max(1, len(self.windows) // self.pieces if self.run.epochs is None else self.run.epochs)
 
     @property
     def arm(self) -> str:

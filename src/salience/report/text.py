@@ -10,7 +10,7 @@ from salience.events import build
 from salience.report import words
 from salience.report.console import columns
 from salience.report.story import Story
-from salience.report.words import Names, count
+from salience.report.words import Names, SampleNames, count
 
 MAX_LINES_LISTED = 8
 """Maximum number of classes, and of samples of each kind, that are listed."""
@@ -19,15 +19,17 @@ MAX_LINES_LISTED = 8
 # ---------------------------------------------------------------- a summary
 
 
-def render(summary: Mapping[str, Any], *, names: Names = None) -> str:
-    """What a run has learnt about its samples, from `loader.summary()`; `names` are class names."""
+def render(summary: Mapping[str, Any], *, names: Names = None, samples: SampleNames = None) -> str:
+    """What a run has learnt about its samples, from `loader.summary()`; `names` are those of classes."""
     if not summary["seen"]:
         return "Nothing was recorded yet: call loader.loss(losses, logits, targets) in the training step."
     parts = (
         _headline(summary),
         _classes(summary, names),
-        "\n".join(["Hardest samples:", *(_sample(one, names) for one in summary["hardest"][:MAX_LINES_LISTED])]),
-        _suspects(summary, names),
+        "\n".join(
+            ["Hardest samples:", *(_sample(one, names, samples) for one in summary["hardest"][:MAX_LINES_LISTED])]
+        ),
+        _suspects(summary, names, samples),
         _never(summary),
         words.not_finite(summary["not_finite"]),
     )
@@ -38,6 +40,9 @@ def _headline(summary: Mapping[str, Any]) -> str:
     seen = f"{summary['seen']:,} of {summary['samples']:,} samples seen, {count(summary['visits'], 'visit')}"
     lines = [f"{seen}, mean loss {words.loss(summary['mean_loss'])}."]
     told, made = summary["forecast"], summary.get("selected")
+    if made is not None and made.get("steps"):
+        said = words.selected_in_steps(made["steps"], made["windows"], made["visits"], summary["samples"])
+        return "\n".join([*lines, said])
     if made is not None:
         return "\n".join(
             [*lines, words.selected(made["windows"], told["windows"], made["visits"], made["visits_full"])]
@@ -77,19 +82,26 @@ def _classes(summary: Mapping[str, Any], names: Names) -> str:
     return "\n".join([*lines, *(f"  {_name(c['label'], names)} was {c['reason']}." for c in uneven[:MAX_LINES_LISTED])])
 
 
-def _sample(one: Mapping[str, Any], names: Names) -> str:
+def _sample(one: Mapping[str, Any], names: Names, samples: SampleNames) -> str:
     guess = "" if one["guess"] < 0 else f", model says {_name(one['guess'], names)}"
     label = "" if one["label"] < 0 else f"labelled {_name(one['label'], names)}{guess}, "
-    return f"  sample {one['id']:>8}: {label}{words.history(one['mean_loss'], one['right'], one['seen'])}"
+    named = f"sample {one['id']:>8}"
+    if samples is not None:
+        named = f"{words.sample_name(one['id'], samples)} (sample {one['id']})"
+    return f"  {named}: {label}{words.history(one['mean_loss'], one['right'], one['seen'])}"
 
 
-def _suspects(summary: Mapping[str, Any], names: Names) -> str:
+def _suspects(summary: Mapping[str, Any], names: Names, samples: SampleNames) -> str:
     suspects = summary.get("suspects")
     if not suspects or not suspects["count"]:
         return words.cannot_judge(suspects["weak"]) if suspects and suspects["weak"] else ""
     head = f"{words.look_wrong(suspects['count'], expected=suspects['expected'])}. Most certain first:"
     return "\n".join([
-        head, *(f"{_sample(one, names)}, {one['confidence']:.0%} certain" for one in suspects["samples"][:MAX_LINES_LISTED])
+        head,
+        *(
+            f"{_sample(one, names, samples)}, {one['confidence']:.0%} certain"
+            for one in suspects["samples"][:MAX_LINES_LISTED]
+        ),
     ])  # fmt: skip
 
 
@@ -135,9 +147,8 @@ def metric(story: Story, value: float | None) -> str:
 
 
 def _trained(story: Story) -> str:
-    done = sum(window.finished for window in story.windows)
-    what = str(story.settings.get("model") or "The model")
-    population = max((window.population for window in story.windows), default=0)
+    done, what = story.done, str(story.settings.get("model") or "The model")
+    population = story.population
     if not population:
         return "Nothing was recorded for a whole epoch yet." if story.recorded else "The run has planned nothing yet."
     data = f"{population:,} samples" + (f" of {len(story.classes)} classes" if story.classes else "")
@@ -153,11 +164,13 @@ def _cost(story: Story) -> list[str]:
         return []
     took = f"Training took {words.seconds(story.seconds)}, {story.own:.1%} of it for salience itself."
     if story.selects:
-        done = sum(window.finished for window in story.windows)
-        return [words.selected(done, story.run.epochs, story.visits, story.full), took]
+        if story.run.steps is not None:
+            return [words.selected_in_steps(story.batches, story.done, story.visits, story.population), took]
+        return [words.selected(story.done, story.run.epochs, story.visits, story.full), took]
     if story.recorded:
         return [took, f"The loop drew its samples itself; {count(story.visits, 'visit')} were recorded."]
-    said = [took, "Every sample was visited in every epoch."]
+    every = "Every sample was visited in every epoch." if story.run.steps is None else "No sample was left out."
+    said = [took, every]
     if story.shorter is None:
         return said
     if story.forecast is not None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from salience.curves import Shorter
+from salience.errors import ConfigError, printable
 from salience.events import Findings, Suspect
 
 Names = Sequence[str] | None
 """Names of the classes, if they are known."""
+SampleNames = Sequence[str] | Callable[[int], str] | None
+"""Names of samples: one per sample, or a function of the id."""
 
 
 # ---------------------------------------------------------------- numbers
@@ -85,6 +88,16 @@ def class_name(index: int, names: Names) -> str:
     return names[index] if names is not None and 0 <= index < len(names) else f"class {index}"
 
 
+def sample_name(sample: int, names: SampleNames) -> str:
+    """The name of a sample."""
+    if names is None:
+        return f"sample {sample}"
+    try:
+        return printable(str(names(sample) if callable(names) else names[sample]))
+    except (IndexError, KeyError) as cause:
+        raise ConfigError(f"names has no name for a sample of this run ({cause}); give one per sample.") from cause
+
+
 # ---------------------------------------------------------------- visits
 
 
@@ -98,6 +111,14 @@ def selected(windows: int, planned: int | None, visits: float, full: float) -> s
     """What a selecting run has saved in `windows` of the `planned` windows."""
     when = "Over" if planned is None or windows >= planned else "So far, over"
     return f"{when} {count(windows, 'epoch')}, selection made {instead(visits, full)}."
+
+
+def selected_in_steps(steps: int, windows: int, visits: float, population: int) -> str:
+    """What a selecting run that is counted in steps has gained: more epochs, not fewer visits."""
+    passes = visits / population if population else 0.0
+    return (
+        f"In {count(steps, 'step')}, selection made {count(windows, 'epoch')}; on all data they would be {passes:.1f}."
+    )
 
 
 def forecast(told: Mapping[str, Any], found: Shorter) -> list[str]:

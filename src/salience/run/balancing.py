@@ -195,8 +195,7 @@ def by_cost(shard: Shard, costs: npt.NDArray[np.float64], shares: npt.NDArray[np
         longest_first = np.argsort(-costs[plan.ids[begin:stop]], kind="stable")
         order[begin:stop] = begin + longest_first
         cuts[:, number] = begin + cut_by_cost(costs[plan.ids[begin:stop]][longest_first], shares)
-    moved = {name: getattr(plan, name)[order] for name in ("ids", "weights", "importance", "level")}
-    return replace(shard, plan=replace(plan, **moved), cuts=cuts)
+    return replace(shard, plan=plan.taken(order), cuts=cuts)
 
 
 def cut_by_cost(costs: npt.NDArray[np.float64], shares: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:

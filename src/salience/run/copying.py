@@ -26,26 +26,41 @@ class Copying(Part):
     name = "copying"
 
     def __init__(
-        self, setup: Setup, voice: Voice, pipeline: Pipeline | None, embeddings: npt.ArrayLike | None = None
+        self,
+        setup: Setup,
+        voice: Voice,
+        pipeline: Pipeline | None,
+        embeddings: npt.ArrayLike | None = None,
+        known: Copies | None = None,
     ) -> None:
-        self._setup, self._voice = setup, voice
+        """`known` are copies that the user found before the run."""
+        if known is not None and len(known.group) != setup.n:
+            raise ConfigError(f"copies= is about {len(known.group)} samples, and the data set has {setup.n}.")
+        self._setup, self._voice, self._pipeline, self.known = setup, voice, pipeline, known
+        self.given = embeddings is not None
+        """True if the user gave embeddings, one per sample."""
         self.search = self._make(pipeline, embeddings)
         """None if no plug-in needs copies and none are wanted for the report."""
 
     def _make(self, pipeline: Pipeline | None, embeddings: npt.ArrayLike | None) -> CopySearch | None:
         uses = [] if pipeline is None else [p for p in pipeline.plugins if "copies" in p.card.needs]
-        if not uses and embeddings is None:
+        if not uses and embeddings is None and self.known is None:
             return None
         if not uses and pipeline is not None:
             raise ConfigError(
-                "embeddings= are for plug-ins that need copies; select has none, add the filter 'redundancy'."
+                "embeddings= and copies= are for plug-ins that need copies; select has none, add the filter 'redundancy'."
             )
         options = {name: uses[0].options[name] for name in SEARCH_OPTIONS if uses and name in uses[0].options}
-        return CopySearch(self._setup.n, given=embeddings, **options)
+        return CopySearch(self._setup.n, given=embeddings, known=self.known, **options)
 
     @property
     def in_use(self) -> bool:
         return self.search is not None
+
+    def grow(self) -> None:
+        """The data set has grown: begin the search anew."""
+        if self.search is not None:
+            self.search = self._make(self._pipeline, None) or CopySearch(self._setup.n)
 
     def offer(self, pipeline: Pipeline) -> None:
         """Prepare for a selection that may be switched on: it may need copies."""
@@ -53,6 +68,8 @@ class Copying(Part):
 
     def want_features(self, *, observing: bool) -> Embeddings | None:
         """A model was attached: where its features go on this rank; None = nowhere."""
+        if self._setup.stream:
+            return None
         if observing and self.search is None:
             self.search = CopySearch(self._setup.n)  # near-copies are found for the report
         if self.search is None or self._setup.rank > 0:

@@ -11,7 +11,9 @@ from salience.plan import Shard
 class Course:
     """Counts windows, batches and visits. A window is open from when it is planned until it is closed."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: int | None = None) -> None:
+        self.steps = steps
+        """Batches of the whole run; None where it is counted in epochs."""
         self.window = 0
         """The window in progress, or the next one between two windows."""
         self.shard: Shard | None = None
@@ -28,7 +30,8 @@ class Course:
         """Batches of the open window that were not delivered."""
         self.visits_expected: int | None = None
         """Sample visits of the whole run, over all ranks, as far as they can be known now; None without `epochs`."""
-        self._visited = 0
+        self._visited = self._batches = 0
+        """Visits and batches of the windows that are closed."""
         self._span = (0.0, 0.0)
 
     def begin(self, shard: Shard, later: int | None) -> None:
@@ -57,11 +60,13 @@ class Course:
         self.delivered.add(number)
         self.pending, self.left = False, self.left - 1
 
-    def end(self) -> None:
-        """Leave the window."""
-        self._visited, self.open, self.pending, self.delivered, self.left = self.visits, False, False, set(), 0
+    def end(self, windows: int | None = None) -> bool:
+        """Leave the window; True if it was the last one of a run of so many `windows`, or of its `steps`."""
+        before, self._visited, self._batches = self._batches, self.visits, self.batches
+        self.open, self.pending, self.delivered, self.left = False, False, set(), 0
         self._span = self._span[1], self._span[1]
         self.window += 1
+        return self.window == windows if self.steps is None else before < self.steps <= self._batches
 
     @property
     def complete(self) -> bool:
@@ -81,8 +86,20 @@ class Course:
         return self._visited + int(self.shard.global_sizes[list(self.delivered)].sum())
 
     @property
+    def batches(self) -> int:
+        """Batches delivered so far."""
+        return self._batches + len(self.delivered)
+
+    @property
+    def steps_left(self) -> int | None:
+        """Batches until the run is over, below 0 past its end; None where it is counted in epochs."""
+        return None if self.steps is None else self.steps - self.batches
+
+    @property
     def progress(self) -> float:
-        """From 0 to 1 over the whole run, in sample visits; needs `epochs`."""
+        """From 0 to 1 over the whole run: in batches if its `steps` are given, in sample visits if its `epochs` are."""
+        if self.steps is not None:
+            return min(1.0, self.batches / self.steps)
         start, end = self._span
         if not self.open or self.shard is None or not len(self.shard):
             return end
@@ -92,12 +109,13 @@ class Course:
         return {
             "window": self.window, "visited": self._visited, "span": list(self._span),
             "visits_expected": self.visits_expected, "delivered": sorted(self.delivered),
-            "started": self.started,
+            "started": self.started, "batches": self._batches,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         start, end = state["span"]
         self.window, self._visited, self._span = int(state["window"]), int(state["visited"]), (float(start), float(end))
+        self._batches = int(state.get("batches", 0))
         self.visits_expected = state["visits_expected"]
         self.started, self.resumed = bool(state["started"]), True
         self.shard, self.open, self.pending, self.delivered, self.left = None, False, False, set(), 0

@@ -72,7 +72,7 @@ class BatchIterator(Iterator[Any]):
             if self._batch is not None:
                 batch, self._batch = self._batch, None
                 run.take_back(batch)
-            if self._ends and run.course.left == 1 and (run.setup.short_tail or run.source.has_workers):
+            if self._ends and run.course.left == 1 and not run.cut and (run.setup.short_tail or run.source.has_workers):
                 run.planning.order.finish()  # the sampler of a DataLoader comes to its end before the last batch is read
             while self._batch is None:
                 try:
@@ -100,7 +100,7 @@ class BatchIterator(Iterator[Any]):
             other.let_go()
         run.iterator = weakref.ref(self)
         self._arriving = run.open(goes_on=goes_on, drawn=self._drawn)
-        self._ends = (run.course.window + 1) % run.setup.pieces == 0
+        self._ends = run.ends_epoch
         self._drawn = run.planning.order.drawn if run.redraws else None
 
     def _next_window(self) -> None:
@@ -109,7 +109,8 @@ class BatchIterator(Iterator[Any]):
         self.let_go()
         if self._ends:
             self._done = True
-            run.planning.order.finish()
+            if not run.cut:
+                run.planning.order.finish()
         if run.course.complete or (self._done and run.course.open):
             run.close()
         if self._done:

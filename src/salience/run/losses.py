@@ -52,7 +52,7 @@ def check_losses(caller: str, losses: Any, batch: Batch, kept: Tensor | None = N
         axes = tuple(range(1, losses.dim()))
         raise LossError(
             f"{caller}() was given losses of shape {tuple(losses.shape)}; it needs one per sample: reduce the rest first, "
-            f"e.g. losses.mean(dim={axes})."
+            f"e.g. losses.mean(dim={axes}), or pass mask= of the same shape."
         )
     leading = {len(part) for part in tensors_of(batch.content) if not part.is_nested and part.dim()}
     if kept is None and len(losses) in leading:
@@ -72,7 +72,7 @@ def check_counts(counts: Any, total: Tensor | float | None, batch: Batch, world:
         given = f"have shape {tuple(counts.shape)}" if isinstance(counts, Tensor) else f"are a {type(counts).__name__}"
         raise LossError(f"counts {given}; pass a tensor with one number per sample, [{len(batch.ids)}].")
     if total is None and world > 1:
-        raise LossError("counts= needs total= with several ranks: the items of the whole step over all ranks.")
+        raise LossError("counts= and mask= need total= with several ranks: the items of the whole step over all ranks.")
 
 
 def class_labels(count: int, logits: Tensor | None, targets: Targets | None) -> Labels:

@@ -35,12 +35,19 @@ class Setup:
     batch_size: int
     """Samples per batch on each rank, as given."""
     epochs: int | None
+    """Passes over the data; with `steps`, as many as these are expected to take."""
     seed: int
     drop_last: bool
     ranks: Ranks | None
     """The ranks of a distributed run; None in a single process."""
     window: int | None = None
     """Samples that are planned at once; None = a whole epoch."""
+    steps: int | None = None
+    """Batches of the whole run on each rank; None where it is counted in epochs."""
+    stream: bool = False
+    """True if samples come from a stream: `n` is the number of keys so far, and `epochs` is not known to the run."""
+    mean_batch: float | None = None
+    """Samples per batch on each rank, on average, where batches are measured in tokens; None = `batch_size`."""
     rank: int = field(init=False)
     world: int = field(init=False)
     global_batch: int = field(init=False)
@@ -61,9 +68,10 @@ class Setup:
             ("n", self.n),
             ("batch_size", self.batch_size),
             ("epochs", self.epochs),
+            ("steps", self.steps),
             ("seed", self.seed),
         ):
-            if not isinstance(value, (int, np.integer)) and not (name == "epochs" and value is None):
+            if not isinstance(value, (int, np.integer)) and not (name in ("epochs", "steps") and value is None):
                 raise ConfigError(f"{name} is {value!r}; it must be an integer.")
         if self.n < 1:
             raise ConfigError(f"The data set has {self.n} samples; there must be at least one.")
@@ -71,11 +79,28 @@ class Setup:
             raise ConfigError(f"batch_size is {self.batch_size}; it must be at least 1.")
         if self.epochs is not None and self.epochs < 1:
             raise ConfigError(f"epochs is {self.epochs}; it must be at least 1.")
+        if self.steps is not None and self.steps < 1:
+            raise ConfigError(f"steps is {self.steps}; it must be at least 1.")
+        if self.steps is not None and self.epochs is not None:
+            raise ConfigError(
+                f"epochs={self.epochs} and steps={self.steps} both say how long the run is; leave one of them out."
+            )
         if self.seed < 0:
             raise ConfigError(f"seed is {self.seed}; it must be at least 0.")
         rank, world = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.world)
         self._set(rank=rank, world=world)
-        self.keep_batches_of(self.batch_size * world)
+        self.keep_batches_of(self.batch_size * world if self.mean_batch is None else 1)
+        if self.steps is not None:
+            self.count_epochs(-(-self.steps // max(1, self.steps_in(self.n))))
+
+    def count_epochs(self, epochs: int) -> None:
+        """Set the number of epochs that the `steps` of a run are expected to take."""
+        self._set(epochs=epochs, windows=epochs * self.pieces)
+
+    def steps_in(self, visits: int) -> int:
+        """Batches on each rank that so many visits make; a tail with fewer samples than ranks joins the batch before it."""
+        whole, tail = divmod(visits, self.global_batch)
+        return whole + (not self.drop_last and tail >= self.world)
 
     def keep_batches_of(self, batch: int) -> None:
         """Set the number of samples per step over all ranks, and what follows from it."""
@@ -88,10 +113,16 @@ class Setup:
             size = self.window // batch * batch
         pieces = -(-self.n // size)
         self._set(
-            global_batch=batch, rank_batch=-(-batch // self.world), piece_size=size, pieces=pieces,
+            global_batch=batch, piece_size=size, pieces=pieces,
+            rank_batch=-(-batch // self.world) if self.mean_batch is None else max(1, round(self.mean_batch)),
             short_tail=self.n % batch > 0 and not self.drop_last,
             windows=None if self.epochs is None else self.epochs * pieces,
         )  # fmt: skip
+
+    def grow(self, n: int) -> None:
+        """The data set has `n` samples now."""
+        object.__setattr__(self, "n", n)
+        self.keep_batches_of(self.global_batch)
 
     def _set(self, **derived: int | None) -> None:
         for name, value in derived.items():

@@ -12,11 +12,16 @@ from salience._version import __version__
 from salience.config import SelectConfig
 from salience.events import EventLog
 from salience.ledger import Ledger
+from salience.ledger.copies import Copies
+from salience.ledger.keys import Keys
 from salience.plan import Trace
 from salience.ranks import current_ranks
 from salience.report.sinks import Sink
 from salience.run.balancing import Balancing
+from salience.run.bylength import ByLength, check_options, mean_samples
 from salience.run.copying import Copying
+from salience.run.grading import Quality
+from salience.run.lengths import Lengths
 from salience.run.order import Generators, PlainOrder
 from salience.run.part import Setup, Voice, parse_count
 from salience.run.planning import Planning
@@ -39,6 +44,7 @@ class Parts:
         *,
         batch_size: int,
         epochs: int | None,
+        steps: int | None = None,
         select: Select,
         seed: int,
         drop_last: bool,
@@ -56,12 +62,19 @@ class Parts:
         strict: bool,
         balance: bool = False,
         costs: npt.ArrayLike | None = None,
+        lengths: Lengths | None = None,
+        batch_tokens: int | None = None,
+        keys: Keys | None = None,
+        stream: bool = False,
+        quality: Quality | None = None,
+        copies: Copies | None = None,
         alike: Mapping[str, Any] | None = None,
     ) -> None:
         """`alike` are more settings that must be the same on all ranks."""
         self.setup = Setup(
-            n=n, batch_size=batch_size, epochs=epochs, seed=seed, drop_last=drop_last, ranks=current_ranks(),
-            window=None if window is None else parse_count(window),
+            n=n, batch_size=batch_size, epochs=epochs, steps=steps, seed=seed, drop_last=drop_last,
+            ranks=current_ranks(), window=None if window is None else parse_count(window), stream=stream,
+            mean_batch=None if lengths is None or batch_tokens is None else mean_samples(lengths, batch_tokens),
         )  # fmt: skip
         events = log if isinstance(log, EventLog) else EventLog(log if self.setup.rank == 0 else None)
         self.voice = Voice(events, strict=strict)
@@ -70,12 +83,16 @@ class Parts:
         self.watching = Watching()
         self.waits = TimingWaits(self.setup, self.watching.steps)
         self.planning = Planning(
-            self.setup, select, self.voice, baseline=baseline, even=even,
+            self.setup, select, self.voice, baseline=baseline, even=even, quality=quality,
             order=PlainOrder(n, generator, seed=seed, shuffle=shuffle),
         )  # fmt: skip
-        self._check_alike(balance=balance, costs=costs is not None, **(alike or {}))
-        self.recording = Recording(self.setup, self.voice, ledger)
-        self.copying = Copying(self.setup, self.voice, self.planning.pipeline, embeddings)
+        self._check_alike(balance=balance, costs=costs is not None, batch_tokens=batch_tokens, **(alike or {}))
+        self.by_length = None
+        if lengths is not None and batch_tokens is not None:
+            check_options(self.planning, even=even, drop_last=drop_last, divides=balance or costs is not None)
+            self.by_length = ByLength(self.setup, self.voice, lengths, batch_tokens)
+        self.recording = Recording(self.setup, self.voice, ledger, keys)
+        self.copying = Copying(self.setup, self.voice, None if stream else self.planning.pipeline, embeddings, copies)
         given = None if reference is None else reference_of(reference, n)
         if given is not None and self.planning.config == PRESETS["fine_pruning"]:
             self.voice.warn(
@@ -96,6 +113,7 @@ class Parts:
         config = self.planning.config
         setup.ranks.check_alike({
             "the version of salience": __version__, "the size of the data set": setup.n, "batch_size": setup.batch_size,
-            "epochs": setup.epochs, "seed": setup.seed, "drop_last": setup.drop_last, "window": setup.window,
+            "epochs": setup.epochs, "steps": setup.steps, "seed": setup.seed, "drop_last": setup.drop_last,
+            "window": setup.window,
             "select": str(config.to_dict()) if isinstance(config, SelectConfig) else self.planning.described, **more,
         })  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -15,13 +16,23 @@ from salience.errors import ConfigError
 from salience.ledger import COLUMNS, Ledger, merge
 from salience.ledger.copies import Copies
 from salience.plan import Plan, Shard, Trace
+from salience.run.grading import Quality, graded
 from salience.run.order import Drawn, PlainOrder
 from salience.run.part import Part, Setup, Voice
-from salience.run.selection import Fixed, Select, at_mean_share, described, of_steps, resolve
+from salience.run.selection import (
+    Fixed,
+    Select,
+    at_mean_share,
+    check_length,
+    described,
+    of_steps,
+    pace_over_steps,
+    resolve,
+)
 from salience.seeds import EVEN, PEEK, WORKERS, generator, torch_seed
 from salience.select import Clock, Pipeline
 from salience.select.batching import members
-from salience.select.fetching import Stock
+from salience.select.fetching import Stock, resident_first
 from salience.select.noise import contradictions
 from salience.select.steering import KEEP_SHARES, Paths, Steering, read_histories
 from salience.select.trial import advance
@@ -53,14 +64,14 @@ class Planning(Part):
         baseline: Paths | None = None,
         order: PlainOrder | None = None,
         even: bool = False,
+        quality: Quality | None = None,
     ) -> None:
-        self.config, self._even = resolve(select), even
+        self.config, self._even = graded(resolve(select), quality), even
         if even and isinstance(self.config, SelectConfig):
             self.config = at_mean_share(self.config, setup.epochs or 1)
         elif even and self.config is not None:
             raise ConfigError("even=True cannot change the plans of a trace; leave one of them out.")
-        if setup.epochs is None and self.config is not None:
-            raise ConfigError("select needs epochs=: the number of passes you will make, so that it can pace itself.")
+        check_length(setup, self.config, even=even)
         self._setup, self._voice, self._has_baseline = setup, voice, baseline is not None
         self.picks = self.config.pick if isinstance(self.config, SelectConfig) else 1.0
         """Share of a batch that `loss` itself picks."""
@@ -81,10 +92,17 @@ class Planning(Part):
         """The plain order of the epoch in progress."""
         if isinstance(self.config, SelectConfig):
             self.pipeline = self._pipeline(self.config)
+            self.pipeline.quality = quality
+            pace_over_steps(setup, lambda window: self.expected(window).steps)
             self.fixed = Fixed(self.config, setup, even=even) if self.config.mode == "static" else None
             self._steering = self._make_steering(baseline)
         elif isinstance(self.config, Trace):
             self.config.check(setup.n, setup.windows)
+
+    @property
+    def replays(self) -> bool:
+        """True if plans come from a trace."""
+        return isinstance(self.config, Trace)
 
     # --- one window ---
 
@@ -103,23 +121,13 @@ class Planning(Part):
         """The plan of `window`, the same on every rank."""
         setup = self._setup
         if self.pipeline is not None:
-            assert setup.epochs is not None
             self.pipeline.reference = reference
-            if self.fixed is not None and (plan := self.fixed.plan(window)) is not None:
-                return plan
-            epoch, piece = divmod(window, setup.pieces)
-            opinions = () if self.fixed is None else self.fixed.opinions
-            plan = self.pipeline.plan(
-                merge(opinions) if opinions else ledger, window=epoch, windows=setup.epochs, piece=piece, pieces=setup.pieces,
-                batch_size=setup.global_batch, world=setup.world, seed=setup.seed, drop_last=setup.drop_last,
-                steered=self._share, copies=copies, stock=stock, opinions=opinions, learnt_loss=learnt_loss, jury=jury,
-            )  # fmt: skip
-            self._check_known(ledger, plan)
-            if self.fixed is not None:
-                self.fixed.choose(plan, scored=bool(self.pipeline.scores))
-            short = setup.drop_last and len(plan) < plan.batch_size  # nothing would be left of it
-            if self._even or short:
-                plan = of_steps(plan, 1 if short else self.expected(window).steps, generator(setup.seed, EVEN, window))
+            plan = None if self.fixed is None else self.fixed.plan(window)
+            if plan is None:
+                known = {"copies": copies, "stock": stock, "learnt_loss": learnt_loss, "jury": jury}
+                plan = self._chosen(self.pipeline, ledger, window, known)
+            if stock is not None:
+                plan = resident_first(plan, stock.resident)
         elif isinstance(self.config, Trace):
             plan = self.config.read(window)
         else:
@@ -135,10 +143,28 @@ class Planning(Part):
         self._left_out = sum(note.dropped for note in plan.notes if note.name == "noise") / setup.n
         return plan
 
+    def _chosen(self, pipeline: Pipeline, ledger: Ledger, window: int, known: Mapping[str, Any]) -> Plan:
+        """What the pipeline selects for `window`, given what is `known`; a static selection keeps it from then on."""
+        setup = self._setup
+        epoch, piece = divmod(window, setup.pieces)
+        opinions = () if self.fixed is None else self.fixed.opinions
+        plan = pipeline.plan(
+            merge(opinions) if opinions else ledger, window=epoch, windows=setup.epochs or 1, piece=piece, pieces=setup.pieces,
+            batch_size=setup.global_batch, world=self._world, seed=setup.seed, drop_last=setup.drop_last,
+            steered=self._share, opinions=opinions, **known,
+        )  # fmt: skip
+        self._check_known(ledger, plan)
+        if self.fixed is not None:
+            self.fixed.choose(plan, scored=bool(pipeline.scores))
+        short = setup.drop_last and len(plan) < plan.batch_size  # nothing would be left of it
+        if self._even or short:
+            return of_steps(plan, 1 if short else self.expected(window).steps, generator(setup.seed, EVEN, window))
+        return plan
+
     def report(self) -> str:
         if self.pipeline is None:
             return ""
-        visits = self.total_visits if self.pipeline.exact else None
+        visits = self.total_visits if self.pipeline.exact and self._setup.steps is None else None
         return described(self.fixed, visits, self._setup.n * (self._setup.epochs or 0))
 
     def _check_known(self, ledger: Ledger, plan: Plan) -> None:
@@ -157,7 +183,7 @@ class Planning(Part):
         validation result."""
         with self._voice.watch("plan"):
             self.note_course(ledger)
-            if self.pipeline is not None and self.pipeline.tries and self._setup.pieces == 1:
+            if self.pipeline is not None and self.pipeline.tries and self._setup.pieces == 1 and not self._setup.stream:
                 advance(ledger, window, self._setup.seed)
         if self._steering is not None and self._in_the_middle(window):
             self._steer(self._steering, window)
@@ -226,15 +252,23 @@ class Planning(Part):
         window = window % setup.pieces if self._even else window
         size = self._size(window)
         if self.pipeline is None:
-            whole, tail = divmod(size, setup.global_batch)
-            return Expected(size, whole + (not setup.drop_last and tail >= setup.world))
-        batching = self.pipeline.batching(setup.global_batch, setup.world, setup.drop_last)
+            return Expected(size, self._in_steps(size, setup.steps_in(size)))
+        batching = self.pipeline.batching(setup.global_batch, self._world, setup.drop_last)
         granted, last = self._granted(window), window + 1 == setup.windows
         shrunk = batching.batch(granted, size) / setup.global_batch if batching.constant else 1.0
-        return Expected(
-            batching.visits(granted, size, last=last), batching.steps(granted, size, last=last),
-            shrunk**self.pipeline.config.lr_power,
-        )  # fmt: skip
+        visits = batching.visits(granted, size, last=last)
+        steps = self._in_steps(visits, batching.steps(granted, size, last=last))
+        return Expected(visits, steps, shrunk**self.pipeline.config.lr_power)
+
+    @property
+    def _world(self) -> int:
+        """Ranks that a step of the plan is divided among; where steps are cut by length, they are cut afterwards."""
+        return self._setup.world if self._setup.mean_batch is None else 1
+
+    def _in_steps(self, visits: int, steps: int) -> int:
+        """`steps`, or where batches are measured in tokens, about how many these visits make."""
+        mean = self._setup.mean_batch
+        return steps if mean is None else max(1, math.ceil(visits / (mean * self._setup.world)))
 
     def _size(self, window: int) -> int:
         """Samples among which a window chooses."""
@@ -252,22 +286,28 @@ class Planning(Part):
     @property
     def total_steps(self) -> int | None:
         """Batches of the whole run on each rank, or None where a plug-in decides as it goes."""
+        if self._setup.steps is not None:
+            return self._setup.steps
         exact = self.pipeline is None or self.pipeline.exact or self._even
-        if self._setup.windows is None or not exact:
+        if self._setup.windows is None or not exact or self._setup.mean_batch is not None:
             return None
         return sum(self.expected(window).steps for window in range(self._setup.windows))
 
     @property
     def total_visits(self) -> int | None:
         """Visits of the whole run before its first window is planned; None without `epochs`."""
+        if self._setup.steps is not None:
+            return self._setup.steps * self._setup.global_batch
         return None if self._setup.windows is None else sum(self._visits_from(0))
 
-    def visits_after(self, window: int, visits: int) -> int | None:
-        """Visits to expect after `window`, which makes `visits`; None without `epochs`.
+    def visits_after(self, window: int, visits: int, steps: int | None = None) -> int | None:
+        """Visits to expect after `window`, which makes `visits`; None without `epochs`. `steps` are left if these are counted.
 
         They are what the curve grants, at least `visits` per window if this one made more, at most `visits` if it made fewer:
         a sampler or filter that departs from the curve in one window will do so in the next.
         """
+        if steps is not None:
+            return max(0, steps) * self._setup.global_batch
         if self._setup.windows is None:
             return None
         granted, later = self.expected(window).visits, self._visits_from(window + 1)
@@ -293,9 +333,9 @@ class Planning(Part):
 
     def _make_steering(self, baseline: Paths | None) -> Steering | None:
         assert self.pipeline is not None
-        assert self._setup.epochs is not None
-        if self.pipeline.curve.name != "auto":
+        if self.pipeline.curve.name != "auto" or self._setup.stream:
             return None
+        assert self._setup.epochs is not None
         share = self.pipeline.keep(Clock(window=self._setup.epochs // 2, windows=self._setup.epochs))
         reads = baseline is not None and self._setup.rank == 0  # rank 0 decides, so it alone reads
         return Steering(share, read_histories(baseline) if reads and baseline is not None else ())

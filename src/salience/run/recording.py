@@ -16,6 +16,7 @@ from salience.errors import ConfigError, LossError, StateError
 from salience.ledger import Ledger, Recorder
 from salience.ledger.exchange import shared_ledger
 from salience.ledger.history import History
+from salience.ledger.keys import Keys
 from salience.plan import Shard
 from salience.run.losses import OFF, Labels, Targets, class_labels, early_learning
 from salience.run.moving import tensors_of
@@ -26,15 +27,19 @@ from salience.seeds import PICK, torch_generator
 from salience.select.noise import judge
 from salience.select.pick import RecentLosses, latest_last, pick_positions
 
+TINY = 1e-30
+"""Divisor of a batch that has nothing to learn from, whose loss is 0."""
+
 
 class Recording(Part):
     """Knows the batch delivered last and its weights, and enters its losses into the ledger."""
 
     name = "recording"
 
-    def __init__(self, setup: Setup, voice: Voice, ledger: Any = None) -> None:
+    def __init__(self, setup: Setup, voice: Voice, ledger: Any = None, keys: Keys | None = None) -> None:
         self._setup, self._voice = setup, voice
         self.ledger = shared_ledger(setup.ranks, setup.n) if setup.ranks else Ledger(setup.n)
+        self.ledger.keys = keys
         if ledger is not None:
             self._warm_start(ledger if isinstance(ledger, Ledger) else ledgers.load(ledger))
         self.recorder = Recorder(self.ledger, setup.ranks)
@@ -54,7 +59,22 @@ class Recording(Part):
         """Number of a window, and the labels that looked wrong at its start; None until somebody asks."""
 
     def _warm_start(self, known: Ledger) -> None:
-        """Start from the ledger of another run, whose window numbers mean nothing here."""
+        """Start from the ledger of another run, whose window numbers mean nothing here. Rows are found by their keys."""
+        mine = self.ledger.keys
+        if (known.keys is None) != (mine is None):
+            whose, other = ("The ledger", "this run has none") if mine is None else ("This run", "the ledger has none")
+            raise StateError(
+                f"{whose} has keys and {other}, so rows cannot be matched; pass the same keys= to both runs."
+            )
+        if known.keys is not None and mine is not None and self._setup.stream:
+            mine.replace(known.keys)
+            self.ledger.extend(known.n)
+            self._setup.grow(known.n)
+        elif known.keys is not None and mine is not None:
+            rows = known.keys.find(mine)
+            found = int(np.count_nonzero(rows >= 0))
+            self._voice.events.emit("keys", known=found, new=len(rows) - found, gone=len(known.keys) - found)
+            known = known.taken(rows)
         if known.n != self._setup.n:
             raise StateError(
                 f"The ledger to start from has {known.n} samples, the data set {self._setup.n}; they must be the same."
@@ -103,7 +123,10 @@ class Recording(Part):
         self.recorder.flush()
         bad, self.recorder.bad = self.recorder.bad, 0
         if bad:
-            self._voice.warn(f"{bad} losses were NaN or infinite (window {window}); they were counted and not stored.")
+            self._voice.warn(
+                f"{bad} losses were NaN or infinite, or of samples without a token under their mask (window {window}); they "
+                "were counted and not stored."
+            )
         if self.recorder.without_class:
             self._voice.warn_once(
                 f"Some targets name no class (ignore_index, or probabilities that are not one-hot): of these samples {OFF}"
@@ -268,16 +291,19 @@ class Recording(Part):
         robust = visits.shard.plan.robust
         if robust > 0 and kept is None and logits is not None:  # what is learnt from, not what is recorded
             losses = losses + robust * early_learning(logits, batch.ids, self.ledger)
-        if counts is None and total is None and weights is None and self._setup.world == 1:
+        fill = batch.visits.shard.fill
+        if counts is None and total is None and weights is None and self._setup.world == 1 and fill is None:
             return losses.mean()
         if kept is not None:
             weights, counts = (None if part is None else part[kept.to(part.device)] for part in (weights, counts))
         if total is not None:
             divisor = total / self._setup.world * (1 if kept is None else len(kept) / len(batch.ids))
         else:
-            divisor = batch.visits.divisor(batch, len(losses)) if counts is None else counts.sum()
-        if counts is not None:
-            losses = losses * counts.float()  # half would overflow
+            divisor = batch.visits.divisor(batch, len(losses)) if counts is None else counts.sum().clamp(min=TINY)
+            if counts is not None and fill is not None:  # a token counts alike in every batch
+                divisor = divisor / fill.item(batch.number)
+        if counts is not None:  # in single precision, since half would overflow
+            losses = torch.where(counts > 0, losses * counts.float(), 0)
         weighted = losses if weights is None else losses.float() * weights
         return weighted.sum() / divisor
 

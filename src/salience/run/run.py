@@ -14,7 +14,7 @@ from torch import Tensor
 
 from salience.errors import ConfigError, LossError, PluginError, StateError
 from salience.ledger import Ledger
-from salience.plan import Plan, Shard
+from salience.plan import Shard
 from salience.ranks import Ranks, started_late
 from salience.run import telling
 from salience.run.course import Course
@@ -24,7 +24,9 @@ from salience.run.losses import Targets, check_counts, check_losses
 from salience.run.order import Drawn
 from salience.run.part import Batch, BatchSource, Part
 from salience.run.parts import Parts
+from salience.run.selection import first_batches
 from salience.run.staging import Staging
+from salience.run.streaming import Streaming
 from salience.select.findings import Study
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class Run:
         feeding: Feeding | None = None,
         staging: Staging | None = None,
         deciding: Deciding | None = None,
+        streaming: Streaming | None = None,
         options: dict[str, Any] | None = None,
     ) -> None:
         """`options` are those of the DataLoader inside, for the rehearsal of stages."""
@@ -57,12 +60,13 @@ class Run:
         self.recording, self.planning, self.copying = parts.recording, parts.planning, parts.copying
         self.sensing, self.watching, self.probing = parts.sensing, parts.watching, parts.probing
         self.balancing, self.feeding, self.staging, self.deciding = parts.balancing, feeding, staging, deciding
+        self.by_length, self.streaming = parts.by_length, streaming
         named = (
             deciding, feeding, staging, self.sensing, self.recording, self.copying, self.probing, self.planning,
-            self.watching, parts.waits, self.balancing,
+            self.watching, parts.waits, self.balancing, self.by_length, self.streaming,
         )  # fmt: skip
         self.all_parts: tuple[Part, ...] = tuple(part for part in named if part is not None)
-        self.course = Course()
+        self.course = Course(self.setup.steps)
         self.course.visits_expected = self.planning.total_visits
         self.evaluations: list[tuple[float, float]] = []
         """Progress and metric of every validation result."""
@@ -109,6 +113,8 @@ class Run:
         if course.open and not course.pending:
             self.close()
         if not course.pending:
+            if self.streaming is not None and not goes_on and not course.resumed:
+                self.streaming.break_off()
             if not goes_on and not course.resumed:
                 course.window += -course.window % self.setup.pieces
             self.flush()
@@ -117,8 +123,9 @@ class Run:
             if drawn is not None and not goes_on and self.plain:
                 self.planning.order.take(drawn, workers=source.has_workers)
             shard = self._plan(worker_seed)
-            course.begin(shard, self.planning.visits_after(course.window, len(shard.plan)))
-            self._warn_of(shard.plan)
+            left = course.steps_left and course.steps_left - len(shard)
+            course.begin(shard, self._visits_after(len(shard.plan), left))
+            telling.warn_of_plan(self, shard.plan)
             self.events.emit(telling.window_planned(self, shard.plan))
         elif self.redraws and (drawn is None or source.has_workers):
             self.planning.order.unused(drawn, workers=source.has_workers)
@@ -134,7 +141,19 @@ class Run:
     @property
     def plain(self) -> bool:
         """True if orders are those of a plain DataLoader, drawn when it would; a rank of several could do so alone."""
-        return self.planning.config is None and self.staging is None and self.setup.ranks is None
+        return (
+            self.planning.config is None
+            and self.staging is None
+            and self.setup.ranks is None
+            and self.streaming is None
+        )
+
+    @property
+    def ends_epoch(self) -> bool:
+        """True if the open window is the last one of its epoch, of the run, or of its pass through a stream."""
+        if self.streaming is not None:
+            return not self.streaming.goes_on
+        return (self.course.window + 1) % self.setup.pieces == 0 or self.course.left == self.course.steps_left
 
     @property
     def redraws(self) -> bool:
@@ -156,6 +175,8 @@ class Run:
     def peek(self, before: Drawn | None) -> Iterator[Any]:
         """Batches that do not count, in an order of their own: the one drawn `before`, at iter(), if there is one."""
         setup = self.setup
+        if self.streaming is not None:
+            raise StateError("A stream is read by one iterator at a time; let go of the other one first (del it).")
         drawn = self.planning.peek(before, workers=self.source.has_workers)
         order = drawn.ids[setup.rank :: setup.world]
         if setup.drop_last:
@@ -179,21 +200,37 @@ class Run:
         if self.setup.ranks is None:
             self.flush()
         self.events.emit(telling.window_closed(self, finished=finished))
-        course.end()
-        if course.window == self.setup.windows:
+        if course.end(self.setup.windows):
             self.sensing.end_scorer()
             if self.setup.ranks is None:  # several ranks look in report()
                 self.copying.look(self.recording.ledger, course.window, last=True)
             telling.emit_findings(self)
 
+    @property
+    def cut(self) -> bool:
+        """True if the run ends in the open window, before the end of its epoch."""
+        course = self.course
+        if course.left != course.steps_left:
+            return False
+        ends = (course.window + 1) % self.setup.pieces == 0
+        return not ends or self.visits_of_window < self.planning.expected(course.window).visits
+
     def _plan(self, worker_seed: bool) -> Shard:
         """Plan the window that comes next; this rank's part of the plan."""
+        if self.streaming is not None:
+            self.streaming.fill()
         with self.voice.watch("plan"):
-            plan = self.planning.plan(
-                self.recording.ledger, self.course.window, reference=self.sensing.reference, copies=self.copying.found,
-                stock=None if self.feeding is None else self.feeding.stock(), worker_seed=worker_seed,
-                learnt_loss=self.probing.learnt_loss, jury=self.sensing.jury_ledgers,
-            )  # fmt: skip
+            if self.streaming is not None:
+                plan = self.streaming.plan(self.planning, self.recording.ledger, self.course.window)
+            else:
+                plan = self.planning.plan(
+                    self.recording.ledger, self.course.window, reference=self.sensing.reference, copies=self.copying.found,
+                    stock=None if self.feeding is None else self.feeding.stock(), worker_seed=worker_seed,
+                    learnt_loss=self.probing.learnt_loss, jury=self.sensing.jury_ledgers,
+                )  # fmt: skip
+            left = self.course.steps_left
+            if left is not None and 0 < left < len(plan.shard(self.setup.rank, self.setup.world)):
+                plan = first_batches(plan, left)
             if self.staging is not None:
                 plan, counts = self.staging.plan(plan, self._options, self.copying.found)
                 if self.feeding is not None:
@@ -202,24 +239,18 @@ class Run:
             raise PluginError(
                 f"The plan of window {plan.window} is empty: select leaves nothing to train on; choose another."
             )
-        setup, balancing = self.setup, self.balancing
-        shard = plan.shard(setup.rank, setup.world) if balancing is None else balancing.divide(plan)
+        setup, divider = self.setup, self.by_length or self.balancing
+        shard = plan.shard(setup.rank, setup.world) if divider is None else divider.divide(plan)
         if setup.ranks is not None:
             self.check_equal(shard, setup.ranks)
         if self.trace is not None and setup.rank == 0:
             self.trace.write(shard.plan)
         return shard
 
-    def _warn_of(self, plan: Plan) -> None:
-        """Warn of what a user may not expect of a new window."""
-        if not self.course.left:
-            self.voice.warn_once(
-                f"drop_last leaves no batch: there are {len(plan)} samples and a batch has {plan.batch_size}."
-            )
-        if plan.window == self.setup.windows:
-            self.voice.warn_once(
-                f"More epochs are made than epochs={self.setup.epochs}: they go on as the last one; progress stays at 1."
-            )
+    def _visits_after(self, visits: int, steps: int | None) -> int | None:
+        if self.streaming is not None:
+            return self.streaming.visits_after(self.planning)
+        return self.planning.visits_after(self.course.window, visits, steps)
 
     def check_equal(self, shard: Shard, ranks: Ranks) -> None:
         """Every rank has made the plan for itself: stop all ranks if the plans, or how they are divided, differ."""
@@ -352,7 +383,9 @@ class Run:
         return last if past else self.planning.expected(window).lr_scale
 
     def __len__(self) -> int:
-        """Batches of the epoch in progress, or of the next one."""
+        """Batches of the epoch in progress, or of the next one; of a run counted in steps, at most what is left of it."""
+        if self.streaming is not None:
+            raise TypeError("A stream has no length, and so a Loader of it has none; iterate until it ends.")
         course, pieces = self.course, self.setup.pieces
         first = course.window // pieces * pieces
         steps = {window: self.planning.expected(window).steps for window in range(first, first + pieces)}
@@ -362,12 +395,14 @@ class Run:
                 self._said_length = course.window + 1, sum(steps.values())
         else:
             self._said_length = course.window, sum(steps.values())
-        return sum(steps.values())
+        to_come = sum(steps[window] for window in steps if window >= course.window) - len(course.delivered)
+        beyond = 0 if course.steps_left is None or course.steps_left <= 0 else max(0, to_come - course.steps_left)
+        return sum(steps.values()) - beyond
 
     @property
     def epoch(self) -> int:
         """The epoch in progress, or the next one between two epochs."""
-        return self.course.window // self.setup.pieces
+        return self.course.window // self.setup.pieces if self.streaming is None else self.streaming.passes
 
     def set_epoch(self, epoch: int) -> None:
         """Accept the epoch that a framework announces; the run counts its epochs itself."""

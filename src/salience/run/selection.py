@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -57,10 +57,54 @@ def of_steps(plan: Plan, steps: int, rng: np.random.Generator) -> Plan:
         return plan
     more = rng.choice(len(plan), max(0, wanted - len(plan)), replace=wanted > 2 * len(plan))
     chosen = np.concatenate((np.arange(min(len(plan), wanted)), more))
+    return plan.taken(chosen)
+
+
+def check_length(setup: Setup, config: SelectConfig | Trace | None, *, even: bool) -> None:
+    """Raise ConfigError unless it is said how long the run is, in a way that fits the rest."""
+    if setup.epochs is None and config is not None and not setup.stream:
+        raise ConfigError(
+            "select needs epochs= (the number of passes you will make) or steps= (of batches), so that it can pace itself."
+        )
+    if setup.steps is not None and setup.mean_batch is not None:
+        raise ConfigError(
+            f"steps={setup.steps} counts batches of equal size, and batch_tokens= makes batches of as many samples as fit; say "
+            "how long the run is by epochs=."
+        )
+    if setup.steps is not None and (even or isinstance(config, Trace)):
+        other = "even=True fixes the batches of an epoch" if even else "the plans of a trace are those of whole epochs"
+        raise ConfigError(
+            f"{other}, and steps={setup.steps} may end the run in the middle of one; leave one of them out."
+        )
+
+
+def pace_over_steps(setup: Setup, expected: Callable[[int], int]) -> None:
+    """Give a run that is counted in steps the fewest epochs that make them, as far as the curve tells.
+
+    `expected` returns the batches of a window, given the epochs that `setup` has by then.
+    """
+    if setup.steps is None:
+        return
+
+    def made(epochs: int) -> int:
+        setup.count_epochs(epochs)
+        return sum(expected(window) for window in range(epochs * setup.pieces))
+
+    few, many = 0, setup.epochs or 1
+    while made(many) < setup.steps:
+        few, many = many, 2 * many
+    while many - few > 1:
+        middle = (few + many) // 2
+        few, many = (middle, many) if made(middle) < setup.steps else (few, middle)
+    setup.count_epochs(many)
+
+
+def first_batches(plan: Plan, batches: int) -> Plan:
+    """The plan up to that many batches: the last window of a run that is counted in steps."""
+    end = batches * plan.batch_size
     return replace(
-        plan,
-        ids=plan.ids[chosen], weights=plan.weights[chosen], importance=plan.importance[chosen], level=plan.level[chosen],
-    )  # fmt: skip
+        plan, ids=plan.ids[:end], weights=plan.weights[:end], importance=plan.importance[:end], level=plan.level[:end]
+    )
 
 
 class Fixed:
@@ -90,10 +134,7 @@ class Fixed:
             name="static", dropped=chosen.population - len(chosen), forced=0,
             reason=f"one fixed subset of {len(chosen):,} samples, chosen in window {chosen.window}",
         )  # fmt: skip
-        return replace(
-            chosen, window=window, ids=chosen.ids[order], weights=chosen.weights[order],
-            importance=chosen.importance[order], level=np.zeros(len(chosen), dtype=np.uint8), notes=(fixed,),
-        )  # fmt: skip
+        return chosen.taken(order, window=window, notes=(fixed,))
 
     def choose(self, plan: Plan, *, scored: bool) -> None:
         """Keep the samples of `plan` for the rest of the run, if it is time to."""

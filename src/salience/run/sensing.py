@@ -20,6 +20,7 @@ from salience.ledger.embeddings import Embeddings
 from salience.ledger.statistics import finish
 from salience.plan import Shard
 from salience.ranks import Ranks
+from salience.run.copying import Copying
 from salience.run.part import Batch, Part, Setup, Voice
 from salience.run.state import arrays, tensors
 from salience.seeds import TIES, generator
@@ -75,6 +76,11 @@ class Sensing(Part):
     ) -> None:
         """Put hooks on the model; see `Loader.attach`."""
         world = self._setup.world
+        if self._setup.stream and (proxy is not None or jury is not None or background is not False):
+            raise ConfigError(
+                "attach: proxy=, jury= and background= need samples that can be fetched by number, which a stream has not; "
+                "leave them out."
+            )
         if world > 1 and (proxy is not None or jury is not None):
             raise ConfigError(
                 f"attach: proxy= and jury= work in one process, and this run has {world} ranks; leave them out."
@@ -108,6 +114,11 @@ class Sensing(Part):
     @property
     def in_use(self) -> bool:
         return bool(self._waiting or self.attached or self.proxy or self.jury or self.scorer)
+
+    def regrow_features(self, copying: Copying) -> None:
+        """The data set has grown: record features into an array of its size, if they were being recorded."""
+        if self._recorder.embeddings is not None:
+            self._recorder.embeddings = copying.want_features(observing=False)
 
     def resume_features(self, features: Embeddings | None) -> None:
         """Record features into the array that was loaded, if they were being recorded."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from salience.errors import StateError
 from salience.ledger import COLUMNS
+from salience.ledger.keys import Keys
 from salience.plan import Shard
 from salience.select.reference import checksum
 
@@ -62,6 +63,9 @@ def resume(run: Run, state: Mapping[str, Any]) -> None:
         run.staging.treating.load_state_dict(None)  # says which stages were expected
     if state["world"] != run.setup.world:
         _keep_batches(run, state)
+    if run.streaming is not None:
+        run.recording.ledger.extend(len(parts["recording"]["ledger"]["seen"]))
+        run.setup.grow(run.recording.ledger.n)
     for name, part in mine.items():
         if name in parts:
             part.load_state_dict(parts[name])
@@ -75,6 +79,8 @@ def resume(run: Run, state: Mapping[str, Any]) -> None:
         if run.setup.ranks is not None:
             run.check_equal(shard, run.setup.ranks)
         run.course.resume(shard, delivered)
+    if run.streaming is not None:
+        run.streaming.resume(open_window=run.course.open)
     run.choose_parts()
     run.resumes += 1
 
@@ -86,6 +92,8 @@ def _check_fits(run: Run, state: Mapping[str, Any]) -> None:
         "reference": "resume with the same reference= (these are checksums)",
         "embeddings": "resume with the same embeddings= (these are checksums)",
         "window": "resume with the same window=",
+        "quality": "resume with the same quality= (these are checksums)",
+        "keys": "resume with the same data set and keys= (these are checksums), or start anew with ledger=",
     }
     for key, mine in _identity(run).items():
         if state.get(key) != mine:
@@ -107,6 +115,12 @@ def _check_fits(run: Run, state: Mapping[str, Any]) -> None:
 def _keep_batches(run: Run, state: Mapping[str, Any]) -> None:
     """Keep the size of the steps of a run that had another number of ranks, and divide them among the ranks there are now."""
     setup, batch = run.setup, int(state["global_batch"])
+    if run.by_length is not None:
+        run.voice.warn(
+            f"The run was saved on {state['world']} ranks and goes on with {setup.world}: steps of the window in progress keep "
+            f"their samples, and later ones hold {setup.world} times {run.by_length.most:,} tokens."
+        )
+        return
     if batch < setup.world:
         raise StateError(
             f"The state was saved with {batch} samples per step, which cannot be divided among {setup.world} ranks; resume "
@@ -137,10 +151,23 @@ def _identity(run: Run) -> dict[str, Any]:
     """What must be the same for a state to fit."""
     setup = run.setup
     return {
-        "population": setup.n, "seed": setup.seed, "window": setup.window if setup.pieces > 1 else None,
+        "population": None if setup.stream else setup.n, "seed": setup.seed,
+        "window": setup.window if setup.pieces > 1 else None,
         "select": run.planning.described, "reference": checksum(run.sensing.given),
         "embeddings": None if run.copying.search is None else run.copying.search.given,
+        "batch_tokens": None if run.by_length is None else run.by_length.most,
+        "quality": _quality(run),
+        "keys": None if setup.stream else _digest(run.recording.ledger.keys),
     }  # fmt: skip
+
+
+def _quality(run: Run) -> int | None:
+    pipeline = run.planning.pipeline
+    return None if pipeline is None or pipeline.quality is None else zlib.crc32(pipeline.quality.tobytes())
+
+
+def _digest(keys: Keys | None) -> int | None:
+    return None if keys is None else zlib.crc32(keys.array().tobytes())
 
 
 def tensors(of: Mapping[str, np.ndarray]) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from salience.select.findings import Study, study
 from salience.select.summary import summarise
 
 if TYPE_CHECKING:
+    from salience.report.words import SampleNames
     from salience.run.run import Run
 
 
@@ -25,7 +26,8 @@ def run_started(run: Run) -> RunStarted:
     setup, config = run.setup, run.planning.config
     return RunStarted(
         salience=__version__, torch=torch.__version__, population=setup.n, batch_size=setup.batch_size,
-        epochs=setup.epochs, seed=setup.seed, world=setup.world, drop_last=setup.drop_last,
+        epochs=setup.epochs, steps=setup.steps, pieces=setup.pieces, seed=setup.seed, world=setup.world,
+        drop_last=setup.drop_last,
         select=config.to_dict() if isinstance(config, SelectConfig) else run.planning.described,
     )  # fmt: skip
 
@@ -38,6 +40,22 @@ def window_planned(run: Run, plan: Plan) -> WindowPlanned:
         filters=tuple(FilterNote(name=n.name, dropped=n.dropped, forced=n.forced, reason=n.reason) for n in plan.notes),
         by_importance=picked_by_importance(plan),
     )  # fmt: skip
+
+
+def warn_of_plan(run: Run, plan: Plan) -> None:
+    """Warn of what a user may not expect of a new window."""
+    setup, left = run.setup, run.course.steps_left
+    if not run.course.left:
+        run.voice.warn_once(
+            f"drop_last leaves no batch: there are {len(plan)} samples and a batch has {plan.batch_size}."
+        )
+    if plan.window == setup.windows if left is None else left <= 0:
+        more = (
+            f"epochs are made than epochs={setup.epochs}"
+            if left is None
+            else f"steps are made than steps={setup.steps}"
+        )
+        run.voice.warn_once(f"More {more}: they go on as the last epoch; progress stays at 1.")
 
 
 def window_closed(run: Run, *, finished: bool) -> WindowClosed:
@@ -92,24 +110,29 @@ def summary(run: Run, *, local: bool) -> dict[str, Any]:
     if run.setup.ranks is None or not local:
         run.flush()
     setup, course, config = run.setup, run.course, run.planning.config
-    selects, epochs = isinstance(config, SelectConfig), course.window // setup.pieces
-    return summarise(
+    selects = isinstance(config, SelectConfig)
+    epochs = max(1, run.epoch) if setup.stream else course.window // setup.pieces
+    found = summarise(
         run.recording.ledger, config if isinstance(config, SelectConfig) else preset("default"),
         windows=setup.epochs or max(10, epochs), seed=setup.seed, batch_size=setup.global_batch,
         reference=run.sensing.reference, evaluations=run.evaluations, studied=studied(run),
         selected=(epochs, course.visits_before) if selects else None,
     )  # fmt: skip
+    if setup.steps is not None and found["selected"] is not None:
+        found["selected"]["steps"] = course.batches - len(course.delivered)
+    return found
 
 
-def report(run: Run, classes: Sequence[str] | None, *, local: bool) -> str:
-    """The summary as text, with the names of classes and the report of each part; also written to the event log."""
+def report(run: Run, classes: Sequence[str] | None, *, names: SampleNames = None, local: bool) -> str:
+    """The summary as text, with names of classes and samples and the report of each part; also written to the event log."""
     from salience.report.text import render
 
     if run.setup.ranks is None or not local:
         run.flush()
         run.copying.look(run.recording.ledger, run.course.window, last=True)
     emit_findings(run)
-    text = render(run.events.emit("observed", summary=summary(run, local=local))["summary"], names=classes)
+    told = run.events.emit("observed", summary=summary(run, local=local))["summary"]
+    text = render(told, names=classes, samples=names)
     if run.feeding is not None:
         run.feeding.compare(run.trace, None if run.staging is None else run.staging.treating.unread)
     return "\n\n".join([text, *filter(None, (part.report() for part in run.parts))])

@@ -110,6 +110,8 @@ class Visits:
     def divisor(self, batch: Batch, count: int) -> float:
         """What the sum of a batch's weighted losses is divided by, so that DDP's mean over ranks is the batch's gradient."""
         world = self.shard.world
+        if self.shard.fill is not None:  # a sample in a small batch counts as much as one in a large batch
+            return float(self.shard.global_sizes.mean()) * batch.picks / world
         if world == 1:
             return count
         if batch.picks == 1:

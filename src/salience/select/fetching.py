@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from salience.config import Fetching
 from salience.ledger.copies import places
-from salience.plan import Note
+from salience.plan import Note, Plan
 from salience.select.codes import class_codes
 from salience.select.ranks import rank_normalise
 from salience.select.view import Bools, Floats, Ids, Rng, View
@@ -129,16 +129,17 @@ def swap(
     )
 
 
-def resident_first(ids: Ids, resident: Bools, batch_size: int) -> npt.NDArray[np.int64]:
-    """Order the positions of a plan so that its first batches consist of resident samples, int64 [len(ids)].
+def resident_first(plan: Plan, resident: Bools) -> Plan:
+    """The plan with resident samples in its first batches; nothing but the order of its visits changes.
 
-    At most RESIDENT_FIRST_BATCHES batches and a tenth of the plan are moved; the rest keeps its random order.
+    At most RESIDENT_FIRST_BATCHES batches and a tenth of the plan are moved; the rest keeps its random order. The last batch
+    stays as it is: in a run's last window, second visits fill it up, of samples that are in other batches.
     """
-    count = min(RESIDENT_FIRST_BATCHES * batch_size, len(ids) // 10)
-    first = np.flatnonzero(resident[ids])[:count]
-    rest = np.ones(len(ids), dtype=bool)
+    count = min(RESIDENT_FIRST_BATCHES * plan.batch_size, len(plan) // 10)
+    first = np.flatnonzero(resident[plan.ids[: -plan.batch_size]])[:count]
+    rest = np.ones(len(plan), dtype=bool)
     rest[first] = False
-    return np.concatenate((first, np.flatnonzero(rest)))
+    return plan.taken(np.concatenate((first, np.flatnonzero(rest))))
 
 
 def swap_note(found: Swap | None, refreshed: int, age: npt.NDArray[Any], how: Fetching) -> Note:

@@ -17,7 +17,7 @@ from salience.registry import find
 from salience.seeds import PLAN, generator
 from salience.select.batching import Batching, filled, members, trimmed
 from salience.select.drawing import choose_outside
-from salience.select.fetching import Stock, Swap, refresh_set, resident_first, swap, swap_note
+from salience.select.fetching import Stock, Swap, refresh_set, swap, swap_note
 from salience.select.plugins import Plugin, plugin_of
 from salience.select.ranks import rank_normalise
 from salience.select.view import NO_REFERENCE, Bools, Candidates, Clock, Draw, Floats, Ids, Reference, Rng, View
@@ -52,6 +52,8 @@ class Pipeline:
         self.config = config
         self.reference = reference
         """The opinion of another model on the samples; it may be set later, but before the first plan."""
+        self.quality: Floats | None = None
+        """The user's own column, float32 [n]; None without one."""
         self.filters = [plugin_of("filters", u) for u in config.filters]
         self.scores = [plugin_of("scores", u) for u in config.scores]
         self.sampler = plugin_of("samplers", config.sampler)
@@ -113,6 +115,8 @@ class Pipeline:
         opinions: Sequence[Ledger] = (),
         learnt_loss: float | None = None,
         jury: tuple[Ledger, Ledger] | None = None,
+        share: float | None = None,
+        force: Bools | None = None,
     ) -> Plan:
         """A pure function of its arguments (and of config, reference and which plug-ins are off).
 
@@ -120,18 +124,21 @@ class Pipeline:
         `windows` count epochs, and this plan is over the members of one piece.
         `copies` are the near-copies known, `stock` says where the bytes of the samples are, and `judged` is the judgement of
         the labels if it was already made for this ledger. Scores are means over the `opinions`, where there are any.
-        `learnt_loss` is what a probe of gradients found, and `jury` what a jury said.
+        `learnt_loss` is what a probe of gradients found, and `jury` what a jury said. `share` is kept instead of what the curve
+        says, and `force`, bool [n], names samples to be visited for certain.
         """
         for plugin in self.plugins:
             if "reference" in plugin.card.needs and self.reference is None:
                 raise ConfigError(f"{plugin.kind[:-1]} {plugin.name!r} needs {NO_REFERENCE}.")
-        keep = self.keep(Clock(window=window, windows=windows, steered=steered))
+        keep = self.keep(Clock(window=window, windows=windows, steered=steered)) if share is None else share
         among = members(ledger.n, window, piece, pieces)
         window, windows = window * pieces + piece, windows * pieces
         clock = Clock(window=window, windows=windows, steered=steered, keep=keep, learnt_loss=learnt_loss)
-        view = View(ledger, clock, self.reference, copies, judged, seed, jury)
+        view = View(ledger, clock, self.reference, copies, judged, seed, jury, self.quality)
         rng = generator(seed, PLAN, window)
         sifted = self._filter(view) if pieces == 1 else _within(self._filter(view), among, ledger.n)
+        if force is not None:
+            sifted = replace(sifted, forced=_joined(np.logical_or, sifted.forced, force))
         batching = self.batching(batch_size, world, drop_last)
         last = window >= windows - 1
         granted = max(1, round(clock.keep * len(among)))
@@ -155,9 +162,6 @@ class Pipeline:
             rng.shuffle(ids)
         else:
             order = rng.permutation(len(ids))
-            ids, weights = ids[order], weights[order]
-        if stock is not None:
-            order = resident_first(ids, stock.resident, batch)
             ids, weights = ids[order], weights[order]
         if fills:
             ids, weights = filled(ids, weights, batch, rng)

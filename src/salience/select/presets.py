@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -90,3 +92,9 @@ def preset(name: str) -> SelectConfig:
     if name not in PRESETS:
         raise ConfigError(f"There is no preset {name!r}.{did_you_mean(name, PRESETS)}")
     return PRESETS[name]
+
+
+def preset_name(select: Mapping[str, Any]) -> str:
+    """Name of the preset that equals a resolved selection, as a table; empty if there is none."""
+    same = json.dumps(select, sort_keys=True)
+    return next((name for name in PRESETS if json.dumps(preset(name).to_dict(), sort_keys=True) == same), "")

@@ -16,7 +16,7 @@ def rank_normalise(score: npt.NDArray[np.floating]) -> Floats:
 
     rank(x) = (number below x + half the number equal to x) / n, so the mean is exactly 1/2.
     """
-    keys = _ordered_keys(score)
+    keys = ordered_keys(score)
     return _exact(keys) if len(keys) <= MAX_SAMPLES_FOR_EXACT_RANKS else _by_histogram(keys)
 
 
@@ -29,7 +29,7 @@ def ranks_of_known(score: npt.NDArray[np.floating]) -> Floats:
     return ranks
 
 
-def _ordered_keys(score: npt.NDArray[np.floating]) -> npt.NDArray[np.uint32]:
+def ordered_keys(score: npt.NDArray[np.floating]) -> npt.NDArray[np.uint32]:
     """uint32 keys in the order of the floats: negative numbers have all bits flipped, others the sign bit."""
     values = score.astype(np.float32)
     values += np.float32(0)  # -0.0 and 0.0 are the same value and must be the same key

@@ -176,7 +176,17 @@ class CopySearch:
     due: the number of comparisons per sample stays in proportion to visits.
     """
 
-    def __init__(self, n: int, *, ratio: float = 0.78, visits: float = 6.0, given: npt.ArrayLike | None = None) -> None:
+    def __init__(
+        self,
+        n: int,
+        *,
+        ratio: float = 0.78,
+        visits: float = 6.0,
+        given: npt.ArrayLike | None = None,
+        known: Copies | None = None,
+    ) -> None:
+        """`known` are copies found before the run, which are added to those that are found during it."""
+        self._known = known
         self.given = None if given is None else zlib.crc32(np.ascontiguousarray(given).tobytes())
         """Checksum of the user's vectors."""
         self.ratio = ratio if given is None else 0.9 * ratio
@@ -186,7 +196,7 @@ class CopySearch:
         self.embeddings = None if given is None else Embeddings.given(given, n)
         self.prints = np.zeros(n, dtype=np.int64)
         """Fingerprints of the samples' bytes; 0 = not known."""
-        self.found: Copies | None = None
+        self.found: Copies | None = known
         self._near: Copies | None = None
         self._search: Callable[[], Copies] | None = None
         """The search that the last edge prepared and the next one takes; once begun, calling it waits for the result."""
@@ -233,7 +243,7 @@ class CopySearch:
             return False
         self._printed = known
         same = byte_copies(self.prints, label) if known else None
-        self.found = merged([copies for copies in (self._near, same) if copies is not None])
+        self.found = merged([copies for copies in (self._near, same, self._known) if copies is not None])
         return True
 
     def _due(self, last: bool) -> float:

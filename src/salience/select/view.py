@@ -71,8 +71,10 @@ class View:
         judged: Any = None,
         seed: int = 0,
         jury: tuple[Ledger, Ledger] | None = None,
+        quality: Floats | None = None,
     ) -> None:
         self.n = ledger.n
+        self._quality = quality
         self._seed = seed
         self.copies = copies
         """Which samples are copies of each other; None if they were not searched for."""
@@ -127,6 +129,13 @@ class View:
         if self._reference is None:
             raise ConfigError(f"A plug-in reads {NO_REFERENCE}.")
         return self._reference
+
+    @property
+    def quality(self) -> Floats:
+        """The user's own column, high = good, float32 [n], read-only; NaN where unknown, as everywhere without `quality=`."""
+        if self._quality is None:
+            return np.full(self.n, np.nan, dtype=np.float32)
+        return _read_only(self._quality)
 
     @property
     def unseen(self) -> Bools:
