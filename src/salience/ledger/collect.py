@@ -18,7 +18,8 @@ JOINED_ON_HOST = 32, 1 << 20
 """Most batches and bytes to join on the host, where they should still be in the cache when they are used."""
 
 Parts = Sequence[Tensor | None]
-Kind, Label = TypeVar("Kind", bound=Hashable), TypeVar("Label")
+Kind = TypeVar("Kind", bound=Hashable)
+Label = TypeVar("Label")
 
 
 class Collected(Generic[Kind, Label]):
@@ -61,9 +62,9 @@ class Collected(Generic[Kind, Label]):
             rest = list(run)
             while rest:
                 count = _together(rest[0][2])
-                kinds, labels, parts = zip(*rest[:count], strict=True)
-                rest = rest[count:]
-                yield kinds[0], list(labels), [_joined(column) for column in zip(*parts, strict=True)]
+                some, rest = rest[:count], rest[count:]
+                columns = zip(*(parts for _, _, parts in some), strict=True)
+                yield some[0][0], [label for _, label, _ in some], [_joined(column) for column in columns]
 
 
 def _size(parts: Parts) -> int:

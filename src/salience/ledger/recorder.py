@@ -123,7 +123,8 @@ class Recorder:
             assert losses is not None
             names, values = reduce_batch(losses, logits, targets)
             values, copied = _to_host(values)
-            ids, hints, numbers = zip(*batches, strict=True)
+            ids = [of for of, _, _ in batches]
+            hints, numbers = [hint for _, hint, _ in batches], [number for _, _, number in batches]
             self._hold(_Pending(ids, names, values, flags, copied, hints=hints, numbers=numbers))
 
     def trained(self, ids: Ids, kept: Tensor | None, *, window: int) -> None:
