@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from salience.config import SelectConfig
 from salience.errors import LossError, MissingExtra, StateError
@@ -91,7 +92,7 @@ class Door:
         that the mask names, and every token has the same weight (or that of the mask, if it is not zeros and ones). Where
         samples are packed into rows, `segments` [R, T] has the position of each token's sample in the batch, -1 for none.
         """
-        if torch.compiler.is_compiling():
+        if is_compiling():
             if ids is not None or counts is not None or total is not None or mask is not None or segments is not None:
                 raise LossError(
                     "loss() inside a compiled step takes no ids=, counts=, total=, mask= or segments=; call it outside, "

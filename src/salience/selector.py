@@ -85,7 +85,7 @@ class Selector(Door):
 
 
 BATCHES_CUT_TOGETHER = 64
-"""One operation on a tensor that makes the parts of many batches costs hardly more than one that makes a single part."""
+"""To cut many batches at once takes a fraction of the time that it takes to cut each between two training steps."""
 
 
 class IdSource:
@@ -99,15 +99,22 @@ class IdSource:
 
     def start(self, shard: Shard, done: frozenset[int]) -> Iterator[Batch]:
         """The batches of `shard` but for those in `done`."""
-        ids = torch.from_numpy(shard.plan.ids.copy()).to(self._device)
-        weights = torch.from_numpy(shard.plan.weights.copy()).to(self._device)
+        plan, starts, sizes = shard.plan, shard.start, shard.stop - shard.start
+        own = np.arange(sizes.sum()) + np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)  # places in the plan
+        ids = plan.ids[own]
+        on_device = [torch.from_numpy(part).to(self._device) for part in (ids.copy(), plan.weights[own])]
+        begin = 0
         for first in range(0, len(shard), BATCHES_CUT_TOGETHER):
-            numbers = range(first, min(first + BATCHES_CUT_TOGETHER, len(shard)))
-            ends = [end for k in numbers for end in (shard.span(k).start, shard.span(k).stop)]
-            parts = zip(ids.tensor_split(ends)[1::2], weights.tensor_split(ends)[1::2], strict=True)
-            for number, content in zip(numbers, parts, strict=True):
-                if number not in done:
-                    yield Batch(shard.plan.window, number, shard.ids(number), content=content)
+            some = sizes[first : first + BATCHES_CUT_TOGETHER].tolist()
+            end = begin + sum(some)
+            rows = np.split(ids[begin:end], np.cumsum(some[:-1]))
+            contents = zip(*(part[begin:end].split(some) for part in on_device), strict=True)
+            yield from [
+                Batch(plan.window, number, of, content=content)
+                for number, (of, content) in enumerate(zip(rows, contents, strict=True), first)
+                if number not in done
+            ]
+            begin = end
 
     def peek(self, order: npt.NDArray[np.int64], size: int, seeds: Tensor) -> Iterator[Any]:
         """Batches of `size` of these ids, which do not count."""

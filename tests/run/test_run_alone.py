@@ -130,7 +130,7 @@ def test_watching_times_the_steps_of_a_window():
     watching.open(a_plan().shard(), frozenset())
     for number in range(3):
         watching.steps.got({"load": 0.5})
-        watching.steps.on_loss(torch.device("cpu"))
+        watching.steps.on_loss(torch.ones(1))
         watching.take_back(Batch(0, number, np.arange(8)))
     spent = watching.spent()
     assert spent["steps"].steps == 3

@@ -139,7 +139,7 @@ def test_copying_is_a_part_of_its_own_where_the_loop_says_so():
         if copies:
             time.sleep(0.01)
             steps.copied()
-        steps.on_loss(torch.device("cpu"))
+        steps.on_loss(torch.ones(1))
     steps.ask()
     told, silent = steps.steps
     assert told.copy >= 0.01
@@ -155,7 +155,7 @@ def test_waiting_for_gradients_is_a_part_of_its_own_and_steps_of_a_trial_are_lef
     for trying in [True] * 6 + [False] * 6:
         steps.ask()
         steps.got()
-        steps.on_loss(torch.device("cpu"))
+        steps.on_loss(torch.ones(1))
         time.sleep(0.003)
         steps.synced(0.05 if trying else 0.002, trying=trying)
     steps.ask()

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from salience.errors import StateError
 from salience.files import read_npz, write_npz
-from salience.ledger.ledger import Ledger
+from salience.ledger.ledger import Ledger, half
 from salience.seeds import TIES, generator
 
 FORMAT = "salience-history-1"
@@ -23,6 +23,8 @@ MAX_SAMPLES = 5_000
 """Maximum number of samples that are followed."""
 MAX_WINDOWS = 200
 """Maximum number of windows that are kept; when there are more, every second one is dropped."""
+MAX_HALF = 60_000
+"""Larger values are kept as this, which half precision can hold."""
 FOLLOWED: dict[str, type[np.generic]] = {
     "last_loss": np.float16, "var_loss": np.float16, "confidence": np.float16, "forgotten": np.int16, "right": np.int16,
 }  # fmt: skip
@@ -50,8 +52,12 @@ class History:
             self._cut(self.windows.index(window))
         self.windows.append(window)
         for name, dtype in FOLLOWED.items():
-            most = 60_000 if dtype is np.float16 else np.iinfo(np.int16).max
-            self._rows[name].append(np.clip(ledger[name][self.ids], -most, most).astype(dtype))
+            values = ledger[name].take(self.ids)
+            if values.dtype == np.float32:
+                values = half(np.clip(values, -MAX_HALF, MAX_HALF))
+            elif values.dtype != dtype:
+                values = np.minimum(values, np.iinfo(np.int16).max).astype(dtype)
+            self._rows[name].append(values)
         if len(self.windows) > MAX_WINDOWS:
             self._every *= 2
             stay = [i for i, window in enumerate(self.windows) if window % self._every == 0]

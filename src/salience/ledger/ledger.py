@@ -196,11 +196,11 @@ class Ledger:
         other = rows["other"]
         self.other[ids] = np.where(other <= CLASS_LIMIT, other, -1).astype(np.int16)
         for name in ("el2n", "entropy"):
-            self[name][ids] = _half(rows[name])
+            self[name][ids] = half(rows[name])
         margin = rows["margin"]
         self.margin[ids] = _smoothed(self.margin.take(ids), margin)
         for name in ("confidence", "guess_p"):
-            self[name][ids] = _half(_smoothed(_single(self[name].take(ids)), rows[name]))
+            self[name][ids] = half(_smoothed(_single(self[name].take(ids)), rows[name]))
         self.margin_sum[ids] = self.margin_sum.take(ids) + margin * new
         if "p_0" in rows:
             waited = np.maximum(window - self.last_seen.take(ids), 1)
@@ -211,7 +211,7 @@ class Ledger:
         p = np.stack([rows[f"p_{k}"] for k in range(VOTES)])
         known = self.vote.take(ids, axis=0).T, np.ascontiguousarray(_single(self.vote_p.take(ids, axis=0)).T)
         vote, strength = averaged_votes(*known, classes, p, decay)
-        strength = _half(strength)
+        strength = half(strength)
         for k in range(VOTES):  # one column at a time: several times as fast as whole rows
             self.vote[:, k][ids], self.vote_p[:, k][ids] = vote[k], strength[k]
 
@@ -329,7 +329,7 @@ def _smoothed(old: Array, value: Array) -> Array:
     return value - (1 - LOSS_SMOOTHING) * step
 
 
-def _half(values: Array) -> Array:
+def half(values: Array) -> Array:
     """float32 to float16 by torch, which uses the processor's own conversion; NumPy's is many times slower."""
     return torch.from_numpy(values).half().numpy()
 

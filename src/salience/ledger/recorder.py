@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from salience.errors import Misattributed
-from salience.ledger.collect import Collected, worth_collecting
+from salience.ledger.collect import Collected
 from salience.ledger.embeddings import Embeddings
 from salience.ledger.exchange import Flags, exchange
 from salience.ledger.ledger import Ids, Ledger, Rows, has_doubles, id_order
@@ -29,13 +29,15 @@ MIN_SAMPLES_TO_SORT = 1 << 17
 
 Delivered = tuple[Tensor | None, Sequence[Tensor]]
 """The integer targets of a batch, and everything that may be its targets where they are not known."""
+_CONFIRMED: Delivered = None, ()
+"""Nothing is left to be compared."""
 
 
 @dataclass(slots=True)
 class _Pending:
     """Batches whose statistics stand side by side in one matrix."""
 
-    ids: list[Ids]
+    ids: Sequence[Ids]
     names: tuple[str, ...]
     values: Tensor
     """float32 [rows, samples] in host memory, valid once `copied` has happened."""
@@ -43,9 +45,9 @@ class _Pending:
     copied: torch.cuda.Event | None = None
     kept: Tensor | None = None
     """Positions in `ids` (of one batch) that go into a gradient, where only some do."""
-    hints: list[Delivered] = field(default_factory=list[Delivered])
+    hints: Sequence[Delivered] = ()
     """What was delivered with each batch, as far as its targets have still to be compared with that."""
-    numbers: list[int | None] = field(default_factory=list[int | None])
+    numbers: Sequence[int | None] = ()
     """Number of each batch in its plan; None if the plan has an id twice."""
 
     def batches(self) -> Iterator[tuple[Ids, Tensor]]:
@@ -62,15 +64,13 @@ class Recorder:
     """Collects batches and enters them into the ledger, each as if it had been entered at once."""
 
     def __init__(self, ledger: Ledger, ranks: Ranks | None = None, *, together: int | None = None) -> None:
+        """At most `together` batches are reduced together; by default as many as are worth it."""
         self.ledger = ledger
-        self._together = together
-        """Batches reduced together; None = as many as are worth it."""
-        self._collected: Collected | None = None
-        self._coming: _Pending | None = None
-        """The batches in `_collected`, without their statistics."""
-        self._features: Collected | None = None
-        self._featured: list[Ids] = []
-        """The batches in `_features`."""
+        self._collected = Collected[Flags, tuple[Ids, Delivered, int | None]](together)
+        """Ids, what is to be compared, and number of the batches whose statistics have not been computed yet."""
+        self._flags = Flags(-1, True, True)
+        """Those of the batch recorded last."""
+        self._features = Collected[None, Ids]()
         self.bad = 0
         """Number of losses that were not finite since this was last set to 0."""
         self.embeddings: Embeddings | None = None
@@ -104,47 +104,28 @@ class Recorder:
         """Record one batch. Its `number` in a plan without duplicates makes the search for duplicates unnecessary."""
         if not len(ids):
             return
-        delivered = self._unchecked(hint, columns, targets)
-        flags, parts = Flags(window, True, trained), (losses, logits, targets)
-        coming, collected = self._coming, self._collected
-        fits = collected is not None and collected.fits(parts)
-        if coming is not None and (not fits or coming.flags != flags):
-            self._reduce()
-            coming, fits = None, collected is not None and collected.fits(parts)
-        if not fits:
-            together = self._together or worth_collecting(parts)
-            collected = self._collected = Collected(parts, together) if together > 1 else None
-        if coming is None:
-            coming = self._coming = _Pending([], (), _NOTHING, flags)
-        coming.ids.append(ids)
-        coming.hints.append(delivered)
-        coming.numbers.append(number)
-        if collected is None:
-            self._reduce(parts)
-            return
-        collected.add(parts)
-        if collected.rows == collected.limit:
+        delivered = _CONFIRMED if targets is hint else self._unchecked(hint, columns, targets)
+        if self._flags[0] != window or self._flags[2] is not trained:
+            self._flags = Flags(window, True, trained)
+        if self._collected.add((ids, delivered, number), (losses, logits, targets), self._flags):
             self._reduce()
 
     def forget(self) -> None:
         """Drop what was recorded but not entered yet, because the ledger is set to another state."""
-        self._collected = self._coming = self._features = None
-        self._featured, self.bad, self._waiting = [], 0, 0
+        self._collected.clear()
+        self._features.clear()
         self._pending.clear()
+        self.bad = self._waiting = 0
 
-    def _reduce(self, parts: Sequence[Tensor | None] | None = None) -> None:
+    def _reduce(self) -> None:
         """Compute the statistics of the batches since the last call, and send them to the host in one piece."""
-        coming, self._coming = self._coming, None
-        if coming is None:
-            return
-        if parts is None:
-            assert self._collected is not None
-            parts = self._collected.take()
-        losses, logits, targets = parts
-        assert losses is not None
-        coming.names, values = reduce_batch(losses, logits, targets)
-        coming.values, coming.copied = _to_host(values)
-        self._hold(coming)
+        for flags, batches, (losses, logits, targets) in self._collected.take():
+            assert losses is not None
+            names, values = reduce_batch(losses, logits, targets)
+            values, copied = _to_host(values)
+            ids = [of for of, _, _ in batches]
+            hints, numbers = [hint for _, hint, _ in batches], [number for _, _, number in batches]
+            self._hold(_Pending(ids, names, values, flags, copied, hints=hints, numbers=numbers))
 
     def trained(self, ids: Ids, kept: Tensor | None, *, window: int) -> None:
         """Count samples as trained that were recorded as seen before: `ids`, or the `kept` positions of them."""
@@ -167,28 +148,19 @@ class Recorder:
 
     def features(self, ids: Ids, vectors: Tensor, kept: Tensor | None = None, *, window: int) -> None:
         """Record features, [B, 128], of the samples `ids`, or of the `kept` positions of them."""
-        flags, parts = Flags(window, False, False), (vectors,)
         if kept is not None:
             kept, _ = _to_host(kept.detach())
             values, copied = _to_host(vectors.detach().to(torch.float32, copy=True))
+            flags = Flags(window, False, False)
             self._hold(_Pending([ids], FEATURE_ROWS, values.T, flags, copied, kept=kept))
-            return
-        if self._features is not None and not self._features.fits(parts):
-            self._send_features()
-        self._features = self._features or Collected(parts)
-        self._features.add(parts)
-        self._featured.append(ids)
-        if self._features.rows == self._features.limit:
+        elif self._features.add(ids, (vectors,), None):
             self._send_features()
 
     def _send_features(self) -> None:
         """Send the features collected so far to the host. The window they are from does not matter."""
-        ids, self._featured = self._featured, []
-        collected, self._features = self._features, None
-        if collected is not None and ids:
-            (vectors,) = collected.take()
+        for _, ids, (vectors,) in self._features.take():
             assert vectors is not None
-            values, copied = _to_host(vectors.to(torch.float32))
+            values, copied = _to_host(vectors.detach().to(torch.float32, copy=True))
             self._hold(_Pending(ids, FEATURE_ROWS, values.T, Flags(0, False, False), copied))
 
     def _hold(self, item: _Pending) -> None:
@@ -304,17 +276,17 @@ class Recorder:
     def _unchecked(self, hint: Tensor | None, columns: Sequence[Tensor], targets: Tensor | None) -> Delivered:
         """Compare now if that needs no synchronisation; returns what is left to be compared later."""
         if targets is None or targets is hint or not (self._confirmed if hint is None else self._hints_hold):
-            return None, ()
+            return _CONFIRMED
         if hint is None and not columns:
             self._confirmed = False
-            return None, ()
+            return _CONFIRMED
         if targets.device.type != "cpu" or self._ranks is not None:  # ranks find out together, in flush()
             return hint, columns
         self._check((hint, columns), targets.detach().numpy())
-        return None, ()
+        return _CONFIRMED
 
     def _check_hints(self, item: _Pending) -> None:
-        hints, item.hints = item.hints, []
+        hints, item.hints = item.hints, ()
         if any(hint is not None or columns for hint, columns in hints):
             for delivered, (_, values) in zip(hints, item.batches(), strict=True):
                 if delivered[0] is not None or delivered[1]:

@@ -39,10 +39,12 @@ def reduce_batch(losses: Tensor, logits: Tensor | None, targets: Tensor | None) 
     if targets is None:
         return LOSS_ROWS, loss.to(torch.float32, copy=True).unsqueeze_(0)
     with torch.no_grad():
-        label = targets.detach().to(device=loss.device, non_blocking=True)
+        label = targets.detach().to(
+            loss.device, non_blocking=loss.is_cuda
+        )  # to a host that does not wait, it is not safe
         if logits is None:
             return TARGET_ROWS, torch.stack((loss.to(torch.float32), label.to(torch.float32)))
-        z = logits.detach()
+        z = logits.detach().to(loss.device, non_blocking=loss.is_cuda)
         if z.device.type == "cpu" and z.shape[1] <= MAX_CLASSES_TRANSPOSED:
             return LOGIT_ROWS, _reduce_few_classes(loss, z, label)
         log_p = torch.log_softmax(z, 1, dtype=torch.float32).clamp_min_(MIN_LOG_P)  # 0 log 0 = 0 where a logit is -inf

@@ -79,8 +79,11 @@ def class_labels(count: int, logits: Tensor | None, targets: Targets | None) -> 
     """Classes of a batch of `count` samples, with logits in two dimensions that go with them. Waits for no device."""
     if targets is None:
         return Labels()
-    if isinstance(targets, Tensor) and isinstance(logits, Tensor) and _one_class_each(logits, targets, count):
-        return Labels(logits, targets, True)
+    if isinstance(targets, Tensor) and isinstance(logits, Tensor) and targets.dtype is torch.int64:  # as in most loops
+        dense = logits.layout is targets.layout is torch.strided and not logits.is_nested
+        shape = logits.shape if dense and targets.shape == (count,) else ()
+        if len(shape) == 2 and shape[0] == count and shape[1] > 1:
+            return Labels(logits, targets, True)
     if not isinstance(targets, tuple):
         _check_dense(
             "targets", targets, "of one class per sample, [B]; or (targets, targets of the partners, share) after mixup"
@@ -110,14 +113,6 @@ def class_labels(count: int, logits: Tensor | None, targets: Targets | None) -> 
     if targets.dtype in INTEGERS:
         return Labels(logits, targets, delivered=True)
     return Labels(logits, torch.where((targets == 0) | (targets == 1), targets, -1).to(torch.int64))
-
-
-def _one_class_each(logits: Tensor, targets: Tensor, count: int) -> bool:
-    """True for what most loops pass, at every step: integers [B] and logits [B, C]."""
-    if targets.dtype is not torch.int64 or not logits.layout is targets.layout is torch.strided or logits.is_nested:
-        return False
-    shape = logits.shape
-    return targets.shape == (count,) and len(shape) == 2 and shape[0] == count and shape[1] > 1
 
 
 def _check_dense(name: str, given: object, wanted: str) -> None:

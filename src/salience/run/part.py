@@ -139,6 +139,11 @@ class Setup:
             object.__setattr__(self, name, value)
 
 
+def _empty() -> dict[Any, Any]:
+    """`dict[int, str]()` takes several times as long."""
+    return {}
+
+
 @dataclass(slots=True)
 class Batch:
     """One batch on its way to the training loop; each part may look at it or change it."""
@@ -156,21 +161,21 @@ class Batch:
     """Ids as they were planned; None = `ids`."""
     content: Any = None
     """What the loop receives."""
-    hint: Tensor | None = None
-    """Integer targets found in the content."""
+    as_delivered: bool = True
+    """False if the classes given to loss() are computed from its targets and need not be those that were delivered."""
     columns: Sequence[Tensor] = ()
-    """Tensors in the content that have one number per sample."""
+    """Tensors delivered with it that have as many numbers as it has samples: its targets may be among them."""
     prints: npt.NDArray[np.int64] | None = None
     """Fingerprints of the samples' bytes; None if the data set has none."""
     ticket: int = -1
     """Place of the batch in the queue of the cache."""
-    broken: Mapping[int, str] = field(default_factory=dict[int, str])
+    broken: Mapping[int, str] = field(default_factory=_empty)
     """Position of each broken sample -> why; another sample stands in for it, with loss weight 0."""
-    counts: Mapping[str, int] = field(default_factory=dict[str, int])
+    counts: Mapping[str, int] = field(default_factory=_empty)
     """Counts of requests to a Source for this batch."""
     report: BatchReport | None = None
     """What the stages did; None without stages."""
-    work: Mapping[str, float] = field(default_factory=dict[str, float])
+    work: Mapping[str, float] = field(default_factory=_empty)
     """Seconds of its worker, by stage."""
     held: bool = False
     """True if a probe held it back."""

@@ -33,7 +33,7 @@ from salience.run.recording import Recording
 from salience.run.selection import Select
 from salience.run.sensing import Sensing
 from salience.run.sharing import Sharing
-from salience.run.watching import Watching, open_sinks
+from salience.run.watching import TimingWaits, Watching, open_sinks
 from salience.select.presets import PRESETS
 from salience.select.reference import Opinion, reference_of
 from salience.select.steering import Paths
@@ -85,7 +85,8 @@ class Parts:
         self.voice = Voice(events, strict=strict)
         self.trace = None if trace is None else Trace(trace)
         open_sinks(self.setup, self.voice, sinks)
-        self.watching = Watching(several_ranks=self.setup.world > 1)
+        self.watching = Watching()
+        self.waits = TimingWaits(self.setup, self.watching.steps)
         board = ledger if isinstance(ledger, Board) else None
         if board is not None and self.setup.ranks is not None:
             raise ConfigError(

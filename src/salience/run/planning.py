@@ -198,7 +198,7 @@ class Planning(Part):
         """Note how often predictions contradict labels: that falls for hard samples, but not for wrong labels."""
         if ledger.vote_p[:, 0].any():
             found = contradictions(ledger)
-            ledger.course.append((found.differs, found.rate, float(found.sure), self._left_out))
+            ledger.course.append((found.differs, found.rate, float(len(found.k)), self._left_out))
 
     def open(self, shard: Shard, done: frozenset[int]) -> None:
         self._in_window, self._piece = True, shard.plan.window % self._setup.pieces

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from salience import ledger as ledgers
+from salience.batches import comparable, integer_targets
 from salience.errors import ConfigError, LossError, StateError
 from salience.ledger import Ledger, Recorder
 from salience.ledger.exchange import shared_ledger
@@ -18,6 +19,7 @@ from salience.ledger.history import History
 from salience.ledger.keys import Keys
 from salience.plan import Shard
 from salience.run.losses import OFF, Labels, Targets, class_labels, early_learning
+from salience.run.moving import tensors_of
 from salience.run.part import Batch, Part, Setup, Voice
 from salience.run.state import arrays, tensors
 from salience.run.visits import Visits
@@ -144,7 +146,9 @@ class Recording(Part):
 
     def batch_for_loss(self, ids: Tensor | None, *, again: bool) -> Batch:
         """The batch that losses belong to: one loss per batch, in the order of delivery, unless `ids` say otherwise."""
-        batch = self.batch_of(ids)
+        batch = self.batch
+        if ids is not None or batch is None or batch.visits.reordered:
+            batch = self.batch_of(ids)
         if again:
             return batch
         recorded = batch.number in batch.visits.recorded
@@ -198,8 +202,7 @@ class Recording(Part):
         found = class_labels(count, logits, targets)
         if found.remark:
             self._voice.warn_once(found.remark)
-        if not found.delivered:
-            batch.hint = None
+        batch.as_delivered = found.delivered
         return found
 
     def pick(
@@ -237,18 +240,18 @@ class Recording(Part):
     def _enter(
         self, batch: Batch, losses: Tensor, logits: Tensor | None, targets: Tensor | None, *, trained: bool = True
     ) -> None:
-        ids, hint, columns, visits = batch.ids, batch.hint, batch.columns, batch.visits
+        ids, visits = batch.ids, batch.visits
         number = batch.number if visits.no_doubles and batch.rows is None else None
-        first = visits.first_views(batch)
+        hint, columns = (None, ()) if targets is None or not batch.columns else _delivered(batch, targets)
+        first = None if visits.no_doubles and not visits.stand_ins else visits.first_views(batch)
         if first is not None:
             if not len(first):
                 return
-            ids, positions = ids[first], torch.from_numpy(first)
-            losses = losses[positions.to(losses.device)]
-            logits, targets, hint = (
-                None if part is None else part[positions.to(part.device)] for part in (logits, targets, hint)
-            )
-            columns = [part[positions.to(part.device)] for part in columns]
+            ids, rows, same = ids[first], torch.from_numpy(first), hint is targets
+            losses = losses[rows.to(losses.device)]
+            logits, targets = (None if part is None else part[rows.to(part.device)] for part in (logits, targets))
+            hint = targets if same else None if hint is None else hint[rows]
+            columns = [part[rows] for part in columns]
         self.recorder.record(
             ids,
             losses,
@@ -281,8 +284,11 @@ class Recording(Part):
 
         With `counts` c it is sum(w * l * c) / sum(c); with the `total` of a step of several batches, the sum * world / total.
         """
-        weights = batch.visits.weights(batch, losses.device)
-        robust = batch.visits.shard.plan.robust
+        visits = batch.visits
+        if visits.plain_mean and counts is None and total is None and not visits.stand_ins:
+            return losses.mean()
+        weights = visits.weights(batch, losses.device)
+        robust = visits.shard.plan.robust
         if robust > 0 and kept is None and logits is not None:  # what is learnt from, not what is recorded
             losses = losses + robust * early_learning(logits, batch.ids, self.ledger)
         fill = batch.visits.shard.fill
@@ -345,3 +351,13 @@ class Recording(Part):
         self._suspects = None if suspects is None else (int(suspects[0]), suspects[1].numpy())
         self.recorder.forget()
         self.batch, self._now, self._before = None, None, None
+
+
+def _delivered(batch: Batch, targets: Tensor) -> tuple[Tensor | None, Sequence[Tensor]]:
+    """What `targets` are to be compared with, as `Recorder.record` takes it; themselves if they are what was delivered."""
+    if batch.columns[-1] is targets or any(part is targets for part in batch.columns):
+        return targets, ()
+    if not targets.is_cpu and any(part is targets for part in tensors_of(batch.content)):
+        return targets, ()
+    found = comparable(batch.columns, len(batch.ids))
+    return integer_targets(found) if batch.as_delivered else None, found

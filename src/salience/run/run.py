@@ -61,15 +61,15 @@ class Run:
         self.recording, self.planning, self.copying = parts.recording, parts.planning, parts.copying
         self.sensing, self.watching, self.probing = parts.sensing, parts.watching, parts.probing
         self.balancing, self.feeding, self.staging, self.deciding = parts.balancing, feeding, staging, deciding
-        self.by_length, self.streaming, self.sharing, self.resizing = (
+        self.by_length, self.sharing, self.streaming, self.resizing = (
             parts.by_length,
-            streaming,
             parts.sharing,
+            streaming,
             resizing,
         )
         named = (
             deciding, feeding, staging, resizing, self.sensing, self.recording, self.copying, self.probing, self.planning,
-            self.watching, self.balancing, self.by_length, self.streaming, self.sharing,
+            self.watching, parts.waits, self.balancing, self.by_length, self.streaming, self.sharing,
         )  # fmt: skip
         self.all_parts: tuple[Part, ...] = tuple(part for part in named if part is not None)
         self.course = Course(self.setup.steps)
@@ -280,13 +280,14 @@ class Run:
         batch = recording.batch_for_loss(ids, again=again)
         kept = batch.kept
         check_losses("loss", losses, batch, kept)
-        self.watching.steps.on_loss(losses.device)
+        self.watching.steps.on_loss(losses)
         if counts is not None:
             check_counts(counts, total, batch, self.setup.world)
-        if not len(losses):  # nothing was left of the batch
+        count = losses.shape[0]
+        if not count:  # nothing was left of the batch
             recording.record(batch, losses, None, None, None)
             return losses.sum()
-        labels = recording.labels(batch, len(losses), logits, targets)
+        labels = recording.labels(batch, count, logits, targets)
         logits, classes = labels.logits, labels.classes
         if kept is None and planning.picks < 1:
             kept = recording.pick(batch, losses, logits, classes, share=planning.picks)
@@ -328,8 +329,8 @@ class Run:
             )
         batch = self.recording.batch_for_loss(None, again=False)
         check_losses("loss", losses, batch)
-        self.watching.steps.on_loss(losses.device)
-        labels = self.recording.labels(batch, len(losses), logits, targets)
+        self.watching.steps.on_loss(losses)
+        labels = self.recording.labels(batch, losses.shape[0], logits, targets)
         if not self.planning.needs_checked:
             self.planning.check_needs(logits=labels.logits is not None, model=self.sensing.attached is not None)
         self.sensing.say_compiled()

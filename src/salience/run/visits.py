@@ -29,6 +29,8 @@ class Visits:
     delivered: set[int]
     all_ones: bool = field(init=False)
     """True if every loss weight is 1."""
+    plain_mean: bool = field(init=False)
+    """True if the mean of a batch's losses is what its gradient is taken of, unless there are stand-ins."""
     no_doubles: bool = field(init=False)
     """True if no sample is visited twice."""
     recorded: set[int] = field(default_factory=set[int])
@@ -49,6 +51,7 @@ class Visits:
         visited[plan.ids] = True
         self.no_doubles = int(np.count_nonzero(visited)) == len(plan)
         self.all_ones = bool((plan.weights == 1).all())
+        self.plain_mean = self.all_ones and plan.robust == 0 and self.shard.world == 1
 
     def deliver(self, batch: Batch) -> None:
         """A batch reaches the loop."""

@@ -23,9 +23,8 @@ class Watching(Part):
 
     name = "watching"
 
-    def __init__(self, *, several_ranks: bool = False) -> None:
+    def __init__(self) -> None:
         self.steps = Steps()
-        self._several_ranks = several_ranks
         self.probe: Probe | None = None
         """Measures the loader alone and the loop alone now and then; None unless it was asked for."""
         self.usage: UsageRecord | None = None
@@ -44,10 +43,6 @@ class Watching(Part):
         self.steps.pause()  # the time since the last window belongs to no step
         self.steps.ask()  # before workers start, which is part of the first wait
 
-    def on_loss(self, batch: Batch, losses: Tensor, kept: Tensor | None, targets: Tensor | None) -> None:
-        if self._several_ranks and losses.requires_grad:
-            time_wait(losses, self.steps.waited)
-
     def take_back(self, batch: Batch) -> None:
         timed = self.steps.count > 0  # a Selector's batches cost nothing to get, and are not timed
         if timed:
@@ -63,6 +58,23 @@ class Watching(Part):
             "lr": self.steps.lr,
             "usage": () if self.usage is None else self.usage.taken(),
         }
+
+
+class TimingWaits(Part):
+    """Times how long a rank waits for the gradients of the others."""
+
+    name = "timing_waits"
+
+    def __init__(self, setup: Setup, steps: Steps) -> None:
+        self._setup, self._steps = setup, steps
+
+    @property
+    def in_use(self) -> bool:
+        return self._setup.world > 1
+
+    def on_loss(self, batch: Batch, losses: Tensor, kept: Tensor | None, targets: Tensor | None) -> None:
+        if losses.requires_grad:
+            time_wait(losses, self._steps.waited)
 
 
 def open_sinks(setup: Setup, voice: Voice, sinks: Sequence[str | Sink]) -> None:

@@ -22,7 +22,6 @@ from salience.batches import (
     WatchedCollate,
     WorkerInit,
     columns,
-    integer_targets,
     taken_apart,
     with_ids_inside,
 )  # fmt: skip
@@ -138,11 +137,11 @@ class WorkerSource:
 
     def start(self, shard: Shard, done: frozenset[int]) -> Arrivals:
         """The batches of `shard` but for those in `done`."""
-        wanted = np.setdiff1d(np.arange(len(shard)), list(done))
+        wanted: list[int] = np.setdiff1d(np.arange(len(shard)), list(done)).tolist()
         first, treatment = self._feeding.first_ticket, None if self._staging is None else self._staging.treatment
 
         def order(place: int) -> Order:
-            number = int(wanted[place])
+            number = wanted[place]
             ticket = -1 if first is None else first + place
             return Order(
                 number, shard.ids(number), ticket, None if treatment is None else treatment(shard.span(number))
@@ -196,7 +195,6 @@ class WorkerSource:
         else:
             batch.reordered = isinstance(content, Reordered)
         batch.columns = columns(batch.content, len(batch.ids))
-        batch.hint = integer_targets(batch.columns)
         return batch
 
     def contents(self, batch: Batch) -> Any:

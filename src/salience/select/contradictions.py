@@ -7,6 +7,7 @@ odds         how much better other classes explain a label than its own
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,35 +79,52 @@ class Transitions:
         return np.where(self.key[at] == wanted, self.share[at], 0).astype(np.float32) + base
 
 
-def evidence(label: Labels, vote: Labels, vote_p: npt.NDArray[Any]) -> Evidence:
-    """Count how often the averaged predictions contradict the labels; see `Evidence`."""
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rates:
+    """How often predictions contradict labels, as in `Evidence`, and the surest ones behind that."""
+
+    differs: float
+    rate: float
+    error: float
+    classes: int
+    k: Labels
+    """The class that each of the surest predictions names, int64 [sure]."""
+    given: Labels
+    """Their labels, int64 [sure]."""
+    number: Labels
+    """How many name each class, int64 [classes]."""
+
+
+def rates(label: Labels, guess: Labels, guess_p: npt.NDArray[Any]) -> Rates:
+    """Count how often the likeliest class of each averaged prediction, [n], contradicts the label."""
     some = slice(None, None, max(1, len(label) // MAX_SAMPLES_COUNTED))
-    y, guess, p = label[some], vote[some, 0].astype(np.int64), vote_p[some, 0]
+    classes = int(max(label.max(initial=0), guess.max(initial=0))) + 1
+    y, guess, p = label[some], guess[some].astype(np.int64), guess_p[some]
     known = (y >= 0) & (p > 0)
     y, guess, p = y[known].astype(np.int64), guess[known], p[known]
-    classes = int(max(label.max(initial=0), vote[:, 0].max(initial=0))) + 1
-    if not len(y):
-        empty = Transitions(
-            classes=classes, key=np.empty(0, dtype=np.int64), share=np.empty(0, dtype=np.float32),
-            base=np.zeros(classes, dtype=np.float32),
-        )  # fmt: skip
-        return Evidence(differs=0.0, rate=0.0, error=0.0, sure=0, transitions=empty)
     sure = surest(guess, p)
     k, given = guess[sure], y[sure]
     number = np.bincount(k, minlength=classes)
     off = np.bincount(k, weights=k != given, minlength=classes) / np.maximum(number, 1)
-    weight = np.bincount(guess, minlength=classes) / len(guess)
-    rate = float(weight @ off)
+    weight = np.bincount(guess, minlength=classes) / max(1, len(guess))
     error = float(np.sqrt((weight**2 * off * (1 - off) / np.maximum(number, 1)).sum()))
+    differs = float((guess != y).mean()) if len(y) else 0.0
+    return Rates(
+        differs=differs, rate=float(weight @ off), error=error, classes=classes, k=k, given=given, number=number
+    )
+
+
+def evidence(label: Labels, vote: Labels, vote_p: npt.NDArray[Any]) -> Evidence:
+    """Count how often the averaged predictions contradict the labels, and in which direction; see `Evidence`."""
+    counted = rates(label, vote[:, 0], vote_p[:, 0])
+    k, given, number, classes, rate = counted.k, counted.given, counted.number, counted.classes, counted.rate
     key, count = np.unique((k * classes + given)[k != given], return_counts=True)
     even = evenness(key // max(1, classes), count, classes)
     own = (1 - even) * number / (number + TABLE_PRIOR)
     share = (own[key // classes] * count / number[key // classes]).astype(np.float32)
     base = ((1 - own) * rate / max(1, classes - 1)).astype(np.float32)
     table = Transitions(classes=classes, key=key, share=share, base=base)
-    return Evidence(
-        differs=float((guess != y).mean()), rate=rate, error=error, sure=int(np.count_nonzero(sure)), transitions=table
-    )
+    return Evidence(differs=counted.differs, rate=rate, error=counted.error, sure=len(k), transitions=table)
 
 
 def evenness(k: Labels, count: Labels, classes: int) -> float:
@@ -129,7 +147,7 @@ def surest(guess: npt.NDArray[np.int64], p: npt.NDArray[Any]) -> Bools:
     order on disk, in which classes are often sorted, labels of other classes would come first.
     """
     falling = 0xFFFF - p.astype(np.float16).view(np.uint16)  # bits of positive numbers are in the order of the numbers
-    order = generator(0, TIES).permutation(len(p))
+    order = _lots(len(p))
     order = order[np.argsort(falling[order], kind="stable")]  # 16 bits, which NumPy sorts by radix
     order = order[id_order(guess[order])]
     ordered = guess[order]
@@ -139,6 +157,14 @@ def surest(guess: npt.NDArray[np.int64], p: npt.NDArray[Any]) -> Bools:
     mask = np.zeros(len(guess), dtype=bool)
     mask[order[place < np.ceil(SURE_SHARE * np.repeat(sizes, sizes))]] = True
     return mask
+
+
+@functools.lru_cache(maxsize=1)
+def _lots(n: int) -> npt.NDArray[np.int64]:
+    """The order in which ties are broken, int64 [n]."""
+    order = generator(0, TIES).permutation(n)
+    order.setflags(write=False)
+    return order
 
 
 def odds_of_wrong(

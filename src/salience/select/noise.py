@@ -22,9 +22,11 @@ from salience.select.codes import class_codes
 from salience.select.contradictions import (
     Evidence,
     Labels,
+    Rates,
     calibrated,
     evidence,
     odds_of_wrong,
+    rates,
     sharpness,
 )
 from salience.select.view import Bools, Floats, Verdict, View
@@ -75,10 +77,10 @@ class Judgement:
         return (np.nan_to_num(self.wrong) > over) & ~self.spared
 
 
-def contradictions(history: Any) -> Evidence:
+def contradictions(history: Any) -> Rates:
     """How often the predictions in a ledger (or a view of one) contradict its labels now."""
-    _, (label, vote) = class_codes(history.label, history.vote)
-    return evidence(label, vote, history.vote_p)
+    _, (label, guess) = class_codes(history.label, history.vote[:, 0])
+    return rates(label, guess, history.vote_p[:, 0])
 
 
 def judge(history: Any) -> Judgement:

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from salience.batches import Order, columns, integer_targets
+from salience.batches import Order, columns, comparable, integer_targets
 from salience.child import Child, Lost
 from salience.errors import DataError, PluginError
 from salience.ledger.statistics import LOGIT_ROWS, reduce_batch
@@ -90,7 +90,7 @@ def forward_norm(logits: Tensor, targets: Tensor, given: Tensor | None, bias: fl
 @torch.no_grad()
 def score(model: nn.Module, last: LastLinear, batch: Any, count: int, device: torch.device) -> Tensor:
     """SCORE_ROWS for a collated batch (inputs, integer targets): cross-entropy, logits and gradient norm, [rows, count]."""
-    targets = integer_targets(columns(batch, count))
+    targets = integer_targets(comparable(columns(batch, count), count))
     if targets is None or not isinstance(batch, (tuple, list)):
         raise DataError("the background scorer needs batches (inputs, ..., targets) with one integer class per sample")
     inputs: Any = batch[0]

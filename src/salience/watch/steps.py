@@ -13,11 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from salience.events import StepSeconds
 
 STEPS_KEPT = 4096
 """Maximum number of steps that are kept."""
+STEPS_ADDED_UP = 256
+"""Steps that are added up together, in a fraction of the time that they would take one by one."""
 
 
 class Stopwatch:
@@ -85,8 +88,10 @@ class Steps:
         self.knows_waits = False
         """True once `waited` was called: waits for other ranks are measured."""
         self._synced = 0.0
+        self._over: list[Step] = []
+        """Steps that are over and not added up yet, without those that a probe held back."""
         self._sums, self._work = Counter[str](), Counter[str]()
-        """Seconds since the last call of `spent`, without steps that a probe held back; `_work` by stage of the workers."""
+        """Seconds since the last call of `spent`, but for those of `_over`; `_work` by stage of the workers."""
         self._asked = self._got = self._copied = self._loss_at = 0.0
         self._device: torch.device | None = None
         self._events: deque[tuple[Step, torch.cuda.Event, torch.cuda.Event]] = deque()
@@ -95,7 +100,7 @@ class Steps:
     def ask(self) -> None:
         """The loop asks for a batch; the previous step is over."""
         now = time.perf_counter()
-        if self.count and self._got:
+        if self._got:
             step = self.steps[-1]
             begin = max(self._got, self._copied)
             step.copy = begin - self._got
@@ -105,10 +110,9 @@ class Steps:
                 step.forward, step.backward = now - begin, 0.0
             step.sync, step.trying = min(self._synced, step.backward), self.trying
             if not step.held:
-                for name in ("wait", "copy", "forward", "backward"):
-                    self._sums[name] += getattr(step, name)
-                self._sums["steps"] += 1
-                self._work.update(step.work)  # pyright: ignore[reportArgumentType]
+                self._over.append(step)
+                if len(self._over) == STEPS_ADDED_UP:
+                    self._add_up()
             self._got = self._synced = 0.0  # it is over
         self._asked = now
         if self._device is not None:
@@ -128,12 +132,12 @@ class Steps:
         """The batch is on the device; an asynchronous copy takes no time on the host."""
         self._copied = time.perf_counter()
 
-    def on_loss(self, device: torch.device) -> None:
-        """`loss` was called, with losses on `device`."""
+    def on_loss(self, losses: Tensor) -> None:
+        """`loss` was called."""
         self._loss_at = time.perf_counter()
-        self.losses = True
-        if self._device is None and device.type == "cuda":
-            self._device = device
+        if not self.losses:  # even to ask for the device takes microseconds
+            self.losses = True
+            self._device = losses.device if losses.is_cuda else None
 
     def synced(self, seconds: float, *, trying: bool) -> None:
         """`salience.sync` delayed the loop by this many seconds; `trying` as in `Step`."""
@@ -147,9 +151,19 @@ class Steps:
 
     def spent(self) -> StepSeconds | None:
         """Seconds of all steps since the last call; None if there were none."""
+        self._add_up()
         sums, work = self._sums, self._work
         self._sums, self._work = Counter(), Counter()
         return StepSeconds(**sums, work=dict(work)) if sums else None  # pyright: ignore[reportArgumentType]
+
+    def _add_up(self) -> None:
+        over, self._over = self._over, []
+        for step in over:
+            for name in ("wait", "copy", "forward", "backward"):
+                self._sums[name] += getattr(step, name)
+            self._work.update(step.work)  # pyright: ignore[reportArgumentType]
+        if over:
+            self._sums["steps"] += len(over)
 
     def pause(self) -> None:
         """The window is over: the time until the next batch is asked for belongs to no step."""

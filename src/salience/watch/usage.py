@@ -10,7 +10,7 @@ from typing import Any
 
 from salience.events import MachineUse
 
-SECONDS_BETWEEN_SAMPLES = 1.0
+SECONDS_BETWEEN_SAMPLES = 2.0
 MAX_SAMPLES_PER_WINDOW = 12
 """Maximum number of samples per window in the event log."""
 MAX_SAMPLES_PER_PROFILE = 120
