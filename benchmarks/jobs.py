@@ -51,6 +51,7 @@ from jobs_packing import packing
 from jobs_search import searches
 from salience.feed.pack import PackSettings, pack
 from salience.feed.sharing import finding
+from salience.feed.sharing.demand import PACE_RATIO
 from store_server import Store, running
 
 JOBS, BATCH, LATENCY = 4, 16, 0.02
@@ -348,8 +349,8 @@ def groups(store: Store, n: int, size: int, repeats: int) -> dict[str, float]:
     load = Load("storage", size / 2.0, True)
     pauses, cache = [0.002, 0.002, 0.06, 0.06], int(0.1 * n * 64 * 64 * 3)
     ways: dict[str, dict[str, Any]] = {
-        "grouped by pace": {"arm": "shared", "cache": cache},
-        "one group": {"arm": "shared", "cache": cache, "ratio": 1e9},
+        "grouped by pace": {"arm": "shared", "cache": cache, "ratio": PACE_RATIO},
+        "one group": {"arm": "shared", "cache": cache},
         "separate": {"arm": "separate", "cache": cache},
     }
     found: dict[str, tuple[float, float]] = {}
