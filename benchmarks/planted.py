@@ -81,20 +81,23 @@ def planted(images: Images, kind: str, share: float, seed: int) -> np.ndarray:
     return out
 
 
+def conv(a: int, b: int, stride: int = 1) -> list[nn.Module]:
+    return [nn.Conv2d(a, b, 3, stride, 1, bias=False), nn.BatchNorm2d(b), nn.ReLU(inplace=True)]
+
+
+class Residual(nn.Module):
+    """Two convolutions beside the identity."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*conv(width, width), *conv(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
 def slim(channels: int) -> nn.Module:
     """A residual network small enough for one CPU core."""
-
-    def conv(a: int, b: int, stride: int = 1) -> list[nn.Module]:
-        return [nn.Conv2d(a, b, 3, stride, 1, bias=False), nn.BatchNorm2d(b), nn.ReLU(inplace=True)]
-
-    class Residual(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(*conv(width, width), *conv(width, width))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.inner(x)
-
     model = nn.Sequential(
         *conv(channels, 16, 2), *conv(16, 32), nn.MaxPool2d(2), Residual(32), *conv(32, 64), nn.MaxPool2d(2),
         Residual(64), nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(64, CLASSES),

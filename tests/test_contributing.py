@@ -81,7 +81,7 @@ def test_a_sample_travels_as_the_walk_says(tmp_path):
     stages = [salience.Stage(lambda x: 2 * x, random=False, name="double"), lambda x: x + 1]
     everything = entered(tmp_path / "a", select="default", cache="1MiB", augment=stages, treat="reuse")
     observing = entered(tmp_path / "b", peeks=True)
-    only_between_ranks = {"Balancing.divide", "Run.check_equal"}
+    only_between_ranks = {"Balancing.divide", "check_equal"}
     missing = [name for names in steps() for name in names if name not in everything | observing]
     assert set(missing) == only_between_ranks
     first = [min(everything[name] for name in names if name in everything) for names in steps()]

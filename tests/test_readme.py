@@ -115,7 +115,7 @@ def one_rank(monkeypatch):
 def test_python_blocks_run(block, problem, tmp_path, monkeypatch, request):
     if "init_process_group" in block.text:
         request.getfixturevalue("one_rank")
-    for package in {"lightning", "transformers", "accelerate", "datasets"} & set(re.findall(r"\w+", block.text)):
+    for package in {"lightning", "transformers", "accelerate", "datasets", "ray"} & set(re.findall(r"\w+", block.text)):
         require(importlib.util.find_spec(package) is not None, package)
     if "glyphs" in block.text:
         require(importlib.util.find_spec("PIL") is not None, "Pillow")

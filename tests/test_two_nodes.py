@@ -34,7 +34,7 @@ def decode(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).float()
 
 
-def work(rank: int, port: int, folder: str, out: str, stop: int, resume: str) -> None:
+def work(rank: int, port: int, folder: str, out: str, stop: int, resume: str, workers: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     if rank == 2:
@@ -42,7 +42,8 @@ def work(rank: int, port: int, folder: str, out: str, stop: int, resume: str) ->
     dist.init_process_group("gloo", rank=rank, world_size=WORLD)
     try:
         source = salience.Source(folder, decode=decode, cache="2kB")
-        loader = salience.Loader(source, 5, epochs=EPOCHS, select="uniform", with_ids=True)
+        more = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+        loader = salience.Loader(source, 5, epochs=EPOCHS, select="uniform", with_ids=True, **more)
         if resume:
             loader.load_state_dict(torch.load(f"{resume}/{rank}.pt", weights_only=True))
         seen = []
@@ -66,12 +67,12 @@ def work(rank: int, port: int, folder: str, out: str, stop: int, resume: str) ->
     dist.destroy_process_group()
 
 
-def run(out: Path, folder: Path, *, stop: int = -1, resume: str = "") -> list:
+def run(out: Path, folder: Path, *, workers: int, stop: int = -1, resume: str = "") -> list:
     out.mkdir()
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(work, args=(port, str(folder), str(out), stop, resume), nprocs=WORLD)
+    mp.spawn(work, args=(port, str(folder), str(out), stop, resume, workers), nprocs=WORLD)
     errors = {p.name: p.read_text() for p in out.glob("*.error")}
     assert not errors, errors
     return [np.load(out / f"{rank}.npz", allow_pickle=True) for rank in range(WORLD)]
@@ -97,15 +98,16 @@ def _may_be_another_node() -> None:
     raise SystemExit(0 if another_node("salience-node-c") else 1)
 
 
-def test_two_nodes_share_one_plan_and_one_ledger_and_go_on_exactly(tmp_path, folder):
-    whole = run(tmp_path / "whole", folder)
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_two_nodes_share_one_plan_and_one_ledger_and_go_on_exactly(tmp_path, folder, workers):
+    whole = run(tmp_path / "whole", folder, workers=workers)
     assert [part["node"].tolist() for part in whole] == [[0, 1], [0, 1], [2]]
     for name in ("seen", "loss"):  # one ledger per node, equal on both
         np.testing.assert_array_equal(whole[0][name], whole[2][name])
     visits = np.concatenate([np.concatenate(part["ids"]) for part in whole]).astype(np.int64)
     np.testing.assert_array_equal(np.bincount(visits, minlength=N), whole[0]["seen"])
-    first = run(tmp_path / "first", folder, stop=4)
-    rest = run(tmp_path / "rest", folder, resume=str(tmp_path / "first"))
+    first = run(tmp_path / "first", folder, workers=workers, stop=4)
+    rest = run(tmp_path / "rest", folder, workers=workers, resume=str(tmp_path / "first"))
     for rank in range(WORLD):
         assert [*first[rank]["ids"].tolist(), *rest[rank]["ids"].tolist()] == whole[rank]["ids"].tolist()
         np.testing.assert_array_equal(rest[rank]["loss"], whole[rank]["loss"])

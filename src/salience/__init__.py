@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from salience.feed.sharing.shared import SharedFeed
     from salience.gradients import sync
     from salience.ledger import Ledger
+    from salience.ledger.sharing import SharedLedger
     from salience.loader import Loader
     from salience.observer import Observer
     from salience.plan import Plan, Trace
     from salience.schedule import ProgressLR
     from salience.selector import Selector
+    from salience.speed import Tuned, tune
     from salience.treat import Stage, Treat
 
 __all__ = [
@@ -53,15 +55,18 @@ __all__ = [
     "SelectConfig",
     "Selector",
     "SharedFeed",
+    "SharedLedger",
     "Source",
     "Stage",
     "StateError",
     "StoreError",
     "Trace",
     "Treat",
+    "Tuned",
     "Use",
     "__version__",
     "sync",
+    "tune",
     "tune_select",
 ]
 
@@ -71,8 +76,10 @@ _HOMES = {
         "batches": "Collated", "config": "SelectConfig Use", "decide.tuning": "tune_select",
         "errors": "BrokenSample ConfigError DataError LossError Misattributed MissingExtra PluginError RankError SalienceError "
         "StateError StoreError",
-        "feed": "Source", "feed.sharing.shared": "SharedFeed", "gradients": "sync", "ledger": "Ledger", "loader": "Loader",
-        "observer": "Observer", "plan": "Plan Trace", "schedule": "ProgressLR", "selector": "Selector", "treat": "Stage Treat",
+        "feed": "Source", "feed.sharing.shared": "SharedFeed", "gradients": "sync", "ledger": "Ledger",
+        "ledger.sharing": "SharedLedger", "loader": "Loader",
+        "observer": "Observer", "plan": "Plan Trace", "schedule": "ProgressLR", "selector": "Selector",
+        "speed": "Tuned tune", "treat": "Stage Treat",
     }.items()
     for name in names.split()
 }  # fmt: skip

@@ -140,16 +140,27 @@ class EnvelopeDataset(Dataset[Any]):
     def __getitems__(self, order: Order) -> Fetched:
         begin = time.perf_counter()
         ids: list[int] = order.ids.tolist()
-        if isinstance(self.dataset, (SourceDataset, StagedDataset)):
-            samples = self.dataset.take(order)
-        else:
-            samples = self.dataset.__getitems__(ids) if self._many else [self.dataset[i] for i in ids]
+        try:
+            if isinstance(self.dataset, (SourceDataset, StagedDataset)):
+                samples = self.dataset.take(order)
+            else:
+                samples = self.dataset.__getitems__(ids) if self._many else [self.dataset[i] for i in ids]
+        except StopIteration as cause:
+            raise _ends_too_early("The data set", ids) from cause
         prints = None if self._prints is None else self._prints(ids)
         work = {"load": time.perf_counter() - begin}
         if isinstance(samples, Samples):
             work["load"] += samples.seconds.get("load", 0.0) - sum(samples.seconds.values())
             work = {**samples.seconds, **work}
         return Fetched(order, samples, prints, work)
+
+
+def _ends_too_early(who: str, ids: list[int]) -> DataError:
+    """A loop would take the StopIteration for the end of its epoch, and the samples after it would never be seen."""
+    return DataError(
+        f"{who} raised StopIteration for the samples {ids[:8]}{' and more' if len(ids) > 8 else ''}, which would end the epoch "
+        "unnoticed; raise another exception for a sample that cannot be read."
+    )
 
 
 def _fingerprints(dataset: Any) -> Callable[[list[int]], Any] | None:
@@ -177,7 +188,10 @@ class EnvelopeCollate:
     def __call__(self, fetched: Fetched) -> BatchEnvelope:
         begin = time.perf_counter()
         order, samples, prints, work = fetched
-        batch = self.collate(samples)
+        try:
+            batch = self.collate(samples)
+        except StopIteration as cause:
+            raise _ends_too_early("The collate function", order.ids.tolist()) from cause
         work["collate"] = time.perf_counter() - begin
         return BatchEnvelope(order.number, order.ids.copy(), batch, prints, order.ticket, work)
 

@@ -215,11 +215,14 @@ class TrainConfig:
     weight_decay: float = _setting(0.0005, "weight decay, on weights but not on biases and norms")
     size: int = _setting(0, "pixels per side; 0 = the shorter side of the first image, at most 224")
     select: str = _setting("", "preset or TOML file that selects the samples to train on; without it, all")
-    ledger: str = _setting("", "ledger, or folder of a run, from which to start")
+    ledger: str = _setting(
+        "", "ledger, or folder of a run, from which to start; 'share': one ledger for all jobs on --feed"
+    )
     workers: int = _setting(2, "processes that decode images")
     cache: str = _setting("", "memory for image bytes, which are read ahead of the plan (4GiB); without it, none")
     feed: str = _setting(
-        "", "name of a feed shared by jobs on this machine: images are read and decoded once for all of them"
+        "",
+        "name of a feed shared by jobs on this machine (auto: that of the data): images are read and decoded once for all",
     )
     treat: str = _setting("", "which images are decoded again: reuse, echo or auto; without it, all at every visit")
     max_broken: float = _setting(0.01, "share of the images that may be broken and replaced by others")
@@ -233,7 +236,7 @@ class TrainConfig:
     remote_scores: bool = _setting(
         False, "use scores from `salience score`, a process near the data that watches --out"
     )
-    auto: bool = _setting(False, "measure the run and keep what makes it faster; the result of training stays the same")
+    auto: bool = _setting(False, "measure the run and keep what makes it faster; the same training, up to rounding")
     sinks: str = _setting(
         "", "where to send figures too: tensorboard:FOLDER, wandb:PROJECT, mlflow:URI; separated by commas"
     )

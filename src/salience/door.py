@@ -23,7 +23,7 @@ from salience.run.iterating import BatchIterator
 from salience.run.losses import Targets
 from salience.run.sensing import MakeScorer
 from salience.run.state import resume, saved
-from salience.run.tokens import NO_CLASS_PER_TOKEN, one_per_token, token_means
+from salience.run.tokens import NO_CLASS_PER_TOKEN, one_per_token, packed_means, token_means
 from salience.select.presets import preset_name
 from salience.signals.ghost import Extent
 from salience.signals.jury import Juror
@@ -69,6 +69,7 @@ class Door:
         counts: Tensor | None = None,
         total: Tensor | float | None = None,
         mask: Tensor | None = None,
+        segments: Tensor | None = None,
     ) -> Tensor:
         """Record per-sample losses and return their weighted mean, sum(w * l) / B.
 
@@ -88,21 +89,26 @@ class Door:
         over all its batches and ranks: the result is sum(w * l * counts) * world / total, to be added up and not averaged.
 
         With `mask` [B, T] the losses are those of tokens, [B, T]: the ledger records the mean of each sample over the tokens
-        that the mask names, and every token has the same weight (or that of the mask, if it is not zeros and ones).
+        that the mask names, and every token has the same weight (or that of the mask, if it is not zeros and ones). Where
+        samples are packed into rows, `segments` [R, T] has the position of each token's sample in the batch, -1 for none.
         """
         if is_compiling():
-            if ids is not None or counts is not None or total is not None or mask is not None:
+            if ids is not None or counts is not None or total is not None or mask is not None or segments is not None:
                 raise LossError(
-                    "loss() inside a compiled step takes no ids=, counts=, total= or mask=; call it outside, or drop them."
+                    "loss() inside a compiled step takes no ids=, counts=, total=, mask= or segments=; call it outside, "
+                    "or drop them."
                 )
             if not isinstance(targets, Tensor | None):
                 raise LossError("loss() inside a compiled step takes no mixed targets; call it outside.")
             return weighted_sum(losses, logits, targets, self._handle)
-        if mask is not None:
+        if segments is not None:
+            size = self.batch_len if ids is None else len(ids)
+            losses, counts = packed_means(losses, segments, mask, counts, count=size)
+        elif mask is not None:
             losses, counts = token_means(losses, mask, counts)
-            if one_per_token(targets, mask):
-                self._run.voice.warn_once(NO_CLASS_PER_TOKEN)
-                logits = targets = None
+        if one_per_token(targets, mask if segments is None else segments):
+            self._run.voice.warn_once(NO_CLASS_PER_TOKEN)
+            logits = targets = None
         return self._run.loss(losses, logits, targets, ids, again=again, counts=counts, total=total)
 
     def skip(self) -> None:
@@ -129,6 +135,11 @@ class Door:
     def weights(self, ids: Tensor | None = None) -> Tensor:
         """Loss weights of the most recent batch, or of the one with these `ids`, float32 [B]; `loss` applies them itself."""
         return self._run.recording.weights(ids)
+
+    def resize(self, images: Tensor) -> Tensor:
+        """Images [B, C, H, W] at the size of this window, with treat="resolution"; batches of a Loader have it already."""
+        resizing = self._run.resizing
+        return images if resizing is None else resizing.resize(images)
 
     def relabelled(self, targets: Tensor, ids: Tensor | None = None) -> Tensor:
         """The batch's targets, with suspected ones replaced by the model's class. Nothing is relabelled unless you use this.
@@ -271,10 +282,22 @@ class Door:
         return self._run.lr_scale
 
     @property
+    def between_windows(self) -> bool:
+        """True if no window is in progress: before the first, and after the last batch of each."""
+        course = self._run.course
+        return course.complete or course.pending or not course.open
+
+    @property
     def batch_len(self) -> int:
         """Number of samples in the most recent batch."""
         batch = self._run.recording.batch
         return 0 if batch is None else len(batch.ids)
+
+    @property
+    def global_batch_len(self) -> int:
+        """Number of samples in the most recent batch over all ranks."""
+        batch, shard = self._run.recording.batch, self._run.course.shard
+        return 0 if batch is None or shard is None else int(shard.global_sizes[batch.number])
 
     @property
     def plan(self) -> Plan | None:

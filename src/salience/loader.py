@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic
 
@@ -22,13 +21,14 @@ from salience.door import Door
 from salience.errors import ConfigError, DataError, did_you_mean
 from salience.events import EventLog
 from salience.feed.dataset import SourceDataset
-from salience.feed.options import READING_OPTIONS, ReadingOptions
 from salience.feed.sharing.shared import SharedFeed
 from salience.feed.sizes import memory_bytes
 from salience.feed.source import Source
+from salience.large.growth import Growth
 from salience.ledger import Ledger
 from salience.ledger.copies import Copies
 from salience.ledger.keys import Keys
+from salience.ledger.sharing import Board
 from salience.report.sinks import Sink
 from salience.run import Run
 from salience.run.deciding import Deciding, cores_of, first_cache
@@ -39,11 +39,12 @@ from salience.run.iterating import BatchIterator
 from salience.run.lengths import lengths_of
 from salience.run.moving import Moving
 from salience.run.naming import KeysGiven, keys_of
-from salience.run.opening import check_stream, is_stream, lengths_for, open_stream
+from salience.run.opening import check_stream, is_stream, lengths_for, open_stream, shared_stages, with_reading
 from salience.run.order import Generators
 from salience.run.part import Setup
 from salience.run.parts import Parts
 from salience.run.planned import PlannedBatches, PlannedSampler
+from salience.run.resizing import Resizing
 from salience.run.selection import Select
 from salience.run.staging import Staging
 from salience.run.workers import WorkerSource
@@ -82,9 +83,10 @@ class Loader(Door, Generic[T]):
     `ids_key="_ids"` puts the ids into dict batches under that key, or at the end of tuples. `device` moves batches to a
     device, on CUDA from pinned memory and one batch ahead. `even=True` gives every epoch the same number of batches, the
     mean of what `select` keeps, for frameworks that ask for `len` once. `window` ("1M") is how many samples are planned at
-    once, if an epoch is too large for that. `ledger` starts from what another run learnt, `reference` is the opinion of
-    other models on the samples (for `rho`, `proxy`, `cscore`), `baseline` the event logs of earlier runs, which steer `keep
-    = "auto"`. `trace` records the plans in a folder, `log` is the JSONL event log, `sinks` are other places for its figures
+    once, if an epoch is too large for that. `ledger` starts from what another run learnt (a `SharedLedger`, or "share" over
+    a `SharedFeed`: from what other jobs have learnt, and they from this one), `reference` is the opinion of other models on
+    the samples (for `rho`, `proxy`, `cscore`), `baseline` the event logs of earlier runs, which steer `keep = "auto"`.
+    `trace` records the plans in a folder, `log` is the JSONL event log, `sinks` are other places for its figures
     ("tensorboard:runs/tb", "wandb:project", "mlflow:uri", or a function of each event). A failing plug-in is switched off,
     named and logged; with `strict=True` it raises.
 
@@ -94,7 +96,7 @@ class Loader(Door, Generic[T]):
 
     `augment` is a list of stages that run after the data set, in the workers (after `decode` if there is one), with random
     numbers that depend only on seed, window and sample. `treat` says which samples get all of them fresh: "reuse", "echo",
-    "auto" or a `salience.Treat`.
+    "auto" or a `salience.Treat`. "resolution" shows smaller images in a part of the run.
 
     `auto=True` measures the run, tries at window edges what could make it faster and was not given (workers, cache), keeps
     what does, and logs every decision. With a `baseline` or `auto="lossy"` it also tries what changes training: `treat` if
@@ -118,12 +120,14 @@ class Loader(Door, Generic[T]):
     A stream (an `IterableDataset`, a streaming data set of Hugging Face, a WebDataset pipeline, anything that can be iterated
     over anew) is read `window` samples at a time, which are planned among themselves; a `for` loop is one pass. Its `keys` are
     a field of the samples, a function or, by default, "__key__" or the content. Samples never seen are all visited.
+    `grow` (a `salience.large.Growth`) makes batches larger where the learning rate would fall.
     """
 
     def __init__(
         self,
         dataset: Any,
         batch_size: int = 1,
+        shuffle: bool | None = True,
         *,
         epochs: int | None = None,
         steps: int | None = None,
@@ -133,14 +137,13 @@ class Loader(Door, Generic[T]):
         ids_key: str | None = None,
         device: torch.device | str | None = None,
         even: bool = False,
-        shuffle: bool | None = True,
         drop_last: bool = False,
         window: int | str | None = None,
         collate_fn: Any = None,
         augment: Sequence[Stage | Callable[..., Any]] | None = None,
         treat: Treat | str | None = None,
         generator: Generators = None,
-        ledger: Ledger | str | Path | None = None,
+        ledger: Ledger | Board | str | Path | None = None,
         reference: Opinion | Sequence[Opinion] | None = None,
         baseline: Paths | None = None,
         embeddings: npt.ArrayLike | None = None,
@@ -156,22 +159,35 @@ class Loader(Door, Generic[T]):
         keys: KeysGiven = None,
         quality: npt.ArrayLike | str | None = None,
         copies: Copies | None = None,
+        grow: Growth | None = None,
         **dataloader: Any,
     ) -> None:
         shared = dataset if isinstance(dataset, SharedFeed) else None
-        dataset, reading = _with_reading(dataset, dataloader)
+        dataset, reading = with_reading(dataset, dataloader)
         _check_arguments(batch_size, dataloader)
+        if grow is not None and (reading.cached or shared is not None):
+            raise ConfigError(
+                "grow= changes the size of batches, which a cache has fixed places for; leave one of them out."
+            )
         if with_ids and ids_key is not None:
             raise ConfigError(f"with_ids=True and ids_key={ids_key!r} are two ways to deliver ids; choose one.")
-        if shuffle is False and select is not None:
+        in_order = shuffle is not None and not shuffle  # DataLoader forwards None as its default, and takes 0 for False
+        if in_order and select is not None:
             raise ConfigError(
                 "shuffle=False observes in the order of the data set, and select= plans its own; leave one out."
             )
+        if isinstance(ledger, str) and ledger == "share":
+            if shared is None:
+                raise ConfigError('ledger="share" needs a SharedFeed; without one, pass ledger=SharedLedger(folder).')
+            ledger = shared.shared_ledger()
         stages = None
+        resolution = None if treat is None or Treat.of(treat).kind != "resolution" else Treat.of(treat)
+        if resolution is not None:
+            treat = None
         if augment is not None or treat is not None:
             stages = as_stages(() if augment is None else augment)
             if shared is not None:
-                reading, stages = _shared_stages(reading, stages)
+                reading, stages = shared_stages(reading, stages)
             elif reading.decode is not None:
                 stages = Stage(reading.decode, random=False, name="decode"), *stages
             check_picklable(stages, dataloader)
@@ -180,19 +196,23 @@ class Loader(Door, Generic[T]):
         stream = is_stream(dataset)
         if stream:
             check_stream({
-                "augment": augment, "treat": treat, "generator": generator, "reference": reference, "baseline": baseline,
-                "embeddings": embeddings, "auto": auto, "balance": balance, "costs": costs, "even": even, "trace": trace,
-                "batch_tokens": batch_tokens, "lengths": lengths, "quality": quality,
-                "copies": copies, "steps": steps,
+                "augment": augment, "treat": treat or resolution, "generator": generator, "reference": reference,
+                "baseline": baseline, "embeddings": embeddings, "auto": auto, "balance": balance, "costs": costs, "even": even,
+                "trace": trace, "batch_tokens": batch_tokens, "lengths": lengths, "quality": quality, "copies": copies,
+                "steps": steps, "grow": grow,
             })  # fmt: skip
-        sizes = None if stream else lengths_for(dataset, batch_tokens, lengths, batch_size=batch_size, treat=treat)
+        sizes = (
+            None
+            if stream
+            else lengths_for(dataset, batch_tokens, lengths, batch_size=batch_size, treat=treat or resolution)
+        )
         named = Keys() if stream else None if keys is None else Keys.of(keys_of(dataset, keys))
         parts = Parts(
             1 if stream else _length(dataset), batch_size=batch_size, epochs=None if stream else epochs, steps=steps,
             select=select, seed=seed, drop_last=drop_last, window=None if stream else window, stream=stream, keys=named,
-            generator=generator, shuffle=shuffle is not False, even=even, ledger=ledger,
+            generator=generator, shuffle=not in_order, even=even, ledger=ledger,
             reference=reference, baseline=baseline, embeddings=embeddings, trace=trace, log=log, sinks=sinks, strict=strict,
-            balance=balance, costs=costs, lengths=sizes, batch_tokens=batch_tokens, copies=copies,
+            balance=balance, costs=costs, lengths=sizes, batch_tokens=batch_tokens, copies=copies, grow=grow,
             quality=None if quality is None else quality_of(dataset, quality), alike={"auto": str(auto)},
         )  # fmt: skip
         chooser = None
@@ -223,7 +243,7 @@ class Loader(Door, Generic[T]):
         if stages is not None:
             feeding.stages = True
             optional = None
-            if treat is None and chooser is not None and chooser.lossy:
+            if treat is None and resolution is None and chooser is not None and chooser.lossy:
                 optional = Treat("reuse", memory=min(Treat().bytes, (memory_bytes() or 0) // 4))
             treating = Treating(
                 dataset, stages, optional or Treat.of(treat), seed=seed, workers=workers, ranks=ranks,
@@ -236,13 +256,18 @@ class Loader(Door, Generic[T]):
             planning=parts.planning, feeding=feeding, watching=parts.watching, staging=staging,
         )  # fmt: skip
         parts.watching.profile(workers, source.ahead)
+        resizing = None
+        if resolution is not None or (treat is None and chooser is not None and chooser.lossy):
+            resizing = Resizing(
+                parts.setup, parts.voice, resolution or Treat("resolution"), by_itself=True, optional=resolution is None
+            )
         deciding = None
         if chooser is not None:
             if chooser.lossy and select is None:
                 parts.copying.offer(parts.planning.offer("default"))
             deciding = Deciding(
                 parts.setup, parts.voice, chooser, workers=source, feeding=feeding, planning=parts.planning,
-                staging=staging, watching=parts.watching,
+                staging=staging, watching=parts.watching, resizing=resizing,
             )  # fmt: skip
         run = Run(
             parts,
@@ -251,6 +276,7 @@ class Loader(Door, Generic[T]):
             staging=staging,
             deciding=deciding,
             streaming=streaming,
+            resizing=resizing,
             options=source.options,
         )
         if deciding is not None:
@@ -301,6 +327,11 @@ class Loader(Door, Generic[T]):
         if "dataset" in state and _has_state(self.dataset):
             self.dataset.load_state_dict(state["dataset"])
 
+    def close(self) -> None:
+        """Leave a shared feed, or release the cache. Only for a Loader that is not used any more."""
+        if self._run.feeding is not None and self._run.feeding.feed is not None:
+            self._run.feeding.feed.close()
+
     # --- what else code reads off a DataLoader, or sets on it ---
 
     @property
@@ -339,37 +370,6 @@ class Loader(Door, Generic[T]):
         raise AttributeError(
             f"A Loader has no attribute {name!r}.{did_you_mean(name, (known for known in dir(type(self)) if known[0] != '_'))}"
         )
-
-
-def _with_reading(dataset: Any, options: dict[str, Any]) -> tuple[Any, ReadingOptions]:
-    """The data set, and how it is read. Options of a Source that were given to the Loader are passed on to it."""
-    given = {name: options.pop(name) for name in READING_OPTIONS if name in options}
-    if isinstance(dataset, SharedFeed):
-        elsewhere = sorted({*given} - {"decode", "max_broken"})
-        if elsewhere:
-            raise ConfigError(f"{elsewhere[0]}= is an option of the feed that jobs share; give it to the SharedFeed.")
-        dataset = dataset.source
-    if isinstance(dataset, Source):
-        dataset = dataset.using(**given) if given else dataset
-        return dataset, dataset.reading
-    name = type(dataset).__name__
-    if given.get("decode") is not None:
-        raise ConfigError(f"decode= is for a salience.Source; a {name} decodes by itself.")
-    if any(given.get(tier) is not None for tier in ("cache", "disk", "redis")):
-        raise ConfigError(f"cache=, disk= and redis= are for a salience.Source, not for a {name}.")
-    broken = {"max_broken": given["max_broken"]} if "max_broken" in given else {}
-    return dataset, ReadingOptions(**broken).checked(np.empty(0, dtype=np.int64))
-
-
-def _shared_stages(reading: ReadingOptions, stages: tuple[Stage, ...]) -> tuple[ReadingOptions, tuple[Stage, ...]]:
-    """What jobs of a feed share (decode, and the stages before the first random one), and each job's own stages."""
-    own = next((k for k, stage in enumerate(stages) if stage.random is not False), len(stages))
-    calls = tuple(stage.call for stage in stages[:own])
-    if calls:
-        from salience.feed.sharing.signature import InTurn
-
-        reading = replace(reading, decode=InTurn((reading.decode, *calls) if reading.decode is not None else calls))
-    return reading, stages[own:]
 
 
 def _device(given: torch.device | str) -> torch.device:

@@ -52,6 +52,8 @@ class Plan:
     drop_last: bool = False
     lr_scale: float = 1.0
     """Factor for the learning rate if `batch_size` was changed to keep the number of steps, otherwise 1."""
+    resolution: float = 1.0
+    """Share of the full side at which images are shown."""
     robust: float = 0.0
     """Strength of the term in the loss that keeps a model from learning wrong labels by heart."""
     importance_of_all: npt.NDArray[np.float16] | None = None
@@ -123,6 +125,7 @@ class Plan:
             "drop_last": np.array(self.drop_last),
             "lr_scale": np.array(self.lr_scale),
             "robust": np.array(self.robust),
+            **({} if self.resolution == 1 else {"resolution": np.array(self.resolution)}),
             "ids": self.ids,
             "weights": self.weights,
             "importance": self.importance,
@@ -139,6 +142,7 @@ class Plan:
             drop_last=bool(arrays["drop_last"]),
             lr_scale=float(arrays.get("lr_scale", 1.0)),
             robust=float(arrays.get("robust", 0.0)),
+            resolution=float(arrays.get("resolution", 1.0)),
             ids=np.array(arrays["ids"], dtype=np.int64),
             weights=np.array(arrays["weights"], dtype=np.float32),
             importance=np.array(arrays["importance"], dtype=np.float32),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -10,33 +9,16 @@ from typing import Any, Protocol
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from salience.errors import ConfigError, StateError, did_you_mean
+from salience.errors import StateError
+from salience.shapes import SHAPES, cosine, linear, one_cycle, shape_of
 from salience.watch import Steps
+
+__all__ = ["SHAPES", "ProgressLR", "cosine", "linear", "one_cycle"]
 
 
 class HasProgress(Protocol):
     @property
     def progress(self) -> float: ...
-
-
-def one_cycle(progress: float, *, warmup: float = 0.25, start: float = 0.05) -> float:
-    """Linear from `start` to 1 over the first `warmup` of the run, then linear to 0."""
-    if progress < warmup:
-        return start + (1 - start) * progress / warmup
-    return (1 - progress) / (1 - warmup)
-
-
-def cosine(progress: float) -> float:
-    """From 1 to 0 along half a cosine."""
-    return 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def linear(progress: float) -> float:
-    """From 1 to 0 in a straight line."""
-    return 1 - progress
-
-
-SHAPES: dict[str, Callable[[float], float]] = {"one_cycle": one_cycle, "cosine": cosine, "linear": linear}
 
 
 class ProgressLR(LRScheduler):
@@ -49,9 +31,7 @@ class ProgressLR(LRScheduler):
     """
 
     def __init__(self, optimizer: Optimizer, loader: HasProgress, shape: str | Callable[[float], float] = "one_cycle"):
-        if isinstance(shape, str) and shape not in SHAPES:
-            raise ConfigError(f"There is no schedule shape {shape!r}.{did_you_mean(shape, SHAPES)}")
-        self._shape = SHAPES[shape] if isinstance(shape, str) else shape
+        self._shape = shape_of(shape)
         # Weak, because torch ties schedule and optimizer in a circle, on which a loader's workers must not hang.
         self._loader = weakref.ref(loader)
         super().__init__(optimizer)

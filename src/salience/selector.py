@@ -12,16 +12,20 @@ import torch
 from torch import Tensor
 
 from salience.door import Door
+from salience.errors import ConfigError
 from salience.events import EventLog
+from salience.large.growth import Growth
 from salience.ledger import Ledger
 from salience.plan import Shard
 from salience.report.sinks import Sink
 from salience.run import Run
 from salience.run.part import Batch
 from salience.run.parts import Parts
+from salience.run.resizing import Resizing
 from salience.run.selection import Select
 from salience.select.reference import Opinion
 from salience.select.steering import Paths
+from salience.treat.config import Treat
 
 
 class Selector(Door):
@@ -33,7 +37,8 @@ class Selector(Door):
                 losses = F.cross_entropy(model(x[ids]), y[ids], reduction="none")
                 selector.loss(losses).backward(); ...
 
-    `loss` applies the weights itself; they are delivered for loops that reduce the losses themselves.
+    `loss` applies the weights itself; they are delivered for loops that reduce the losses themselves. With `treat="resolution"`
+    the loop calls `x = selector.resize(x)`.
     """
 
     def __init__(
@@ -58,16 +63,25 @@ class Selector(Door):
         log: EventLog | str | Path | None = None,
         sinks: Sequence[str | Sink] = (),
         strict: bool = False,
+        treat: Treat | str | None = None,
+        grow: Growth | None = None,
     ) -> None:
         parts = Parts(
             n, batch_size=batch_size, epochs=epochs, steps=steps, select=select, seed=seed, drop_last=drop_last, window=window,
             generator=generator, ledger=ledger, reference=reference, baseline=baseline, embeddings=embeddings, trace=trace,
-            log=log, sinks=sinks, strict=strict,
+            log=log, sinks=sinks, strict=strict, grow=grow,
         )  # fmt: skip
         if labels is not None:
             parts.recording.ledger.set_labels(labels)
         self.device = torch.device(device)
-        super().__init__(Run(parts, IdSource(self.device)))
+        resizing = None
+        if treat is not None:
+            if Treat.of(treat).kind != "resolution":
+                raise ConfigError(
+                    f'A Selector has no stages: treat is {treat!r}, and only "resolution" is possible here.'
+                )
+            resizing = Resizing(parts.setup, parts.voice, Treat.of(treat), by_itself=False)
+        super().__init__(Run(parts, IdSource(self.device), resizing=resizing))
 
 
 BATCHES_CUT_TOGETHER = 64
@@ -78,6 +92,7 @@ class IdSource:
     """Ids and weights on a device."""
 
     has_workers = keeps_workers = False
+    ahead = 0
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -75,7 +75,10 @@ def test_history_shows_the_groups_side_by_side_and_what_separates(runs, wrong, t
 
 def test_history_without_suspects_says_that_there_is_nothing_to_tell_apart(runs, capsys):
     assert main(["scores", "history", runs[0]]) == 0
-    assert "None is suspected" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "None is suspected" in said
+    assert "loss hard" in said
+    assert "loss suspected" not in said
 
 
 def test_history_says_why_a_class_lost_its_share_of_the_visits(runs, tmp_path, capsys):

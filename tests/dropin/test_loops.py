@@ -194,6 +194,31 @@ def past_errors(loader: Any) -> Any:
     return seen
 
 
+def past_errors_of_several(loader: Any) -> Any:
+    """The first one's batch cannot be read, others are taken meanwhile, and it goes on where it was."""
+    seen: list[Any] = []
+
+    def take(it: Any) -> None:
+        try:
+            seen.append(next(it))
+        except OSError as error:
+            seen.append(str(error))
+
+    first = iter(loader)
+    take(first)
+    take(iter(loader))
+    second = iter(loader)
+    for it in (second, first, first, second, first):
+        take(it)
+    return seen
+
+
+def draws_before_the_first_batch(loader: Any) -> Any:
+    it = iter(loader)
+    weights = torch.rand(3)  # a model is made between iter() and the first batch
+    return weights, list(it), torch.rand(3)
+
+
 def lens(loader: Any) -> Any:
     it = iter(loader)
     found = [len(loader), len(it)]
@@ -300,6 +325,16 @@ CASES = [
     Case("goes on after errors", Fragile, past_errors, BY_FIVE),
     Case("goes on after errors in order", Fragile, past_errors, BY_FIVE, ordered=True),
     Case("an error ends a for loop", Fragile, whole, BY_FIVE),
+    Case("goes on after an error beside others", Fragile, past_errors_of_several, BY_FIVE),
+    Case("goes on after an error beside others in order", Fragile, past_errors_of_several, BY_FIVE, ordered=True),
+    Case("random numbers before the first batch", Numbers, seeded(draws_before_the_first_batch),
+         {**BY_FIVE, "generator": torch.default_generator}),
+    Case("random numbers after an unused iter", Numbers, seeded(lambda loader: (iter(loader), torch.rand(3))[1]),
+         {**BY_FIVE, "generator": torch.default_generator}),
+    Case("two whole epochs at once, short last batch", lambda: Numbers(22),
+         lambda loader: (list(zip(loader, loader, strict=True)), list(loader)), BY_FIVE),
+    Case("shuffle=0", Numbers, whole, {**BY_FIVE, "shuffle": 0}),
+    Case("shuffle=numpy.False_", Numbers, whole, {**BY_FIVE, "shuffle": np.False_}),
     Case("len before, inside and after", Numbers, lens, BY_FIVE),
     Case("an iterator is its own iterator", Numbers, iterator_is_its_own, BY_FIVE),
     Case("enumerate", Numbers, enumerated, BY_FIVE),
@@ -342,7 +377,16 @@ def test_loops_see_what_they_would_see_of_a_dataloader(case):
     check(case)
 
 
-@pytest.mark.parametrize("loop", [thrice, unused_iter, first_alone, until(1), to_len, peeks])
+def test_shuffle_may_be_the_third_argument_as_in_a_dataloader():
+    def order(make):
+        return [batch.tolist() for batch in make(Numbers(), 5, True, generator=torch.Generator().manual_seed(2))]
+
+    assert order(salience.Loader) == order(DataLoader)
+
+
+@pytest.mark.parametrize(
+    "loop", [thrice, draws_before_the_first_batch, unused_iter, first_alone, until(1), to_len, peeks]
+)
 def test_without_a_generator_a_script_keeps_its_order_by_asking_for_the_global_one(loop):
     plain = seeded(loop)(DataLoader(Numbers(), 5, shuffle=True))
     ours = seeded(loop)(salience.Loader(Numbers(), 5, generator="global"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,20 @@ def test_options_of_the_feed_are_refused_by_the_loader(shards: Path) -> None:
     feed = salience.SharedFeed(shards, name="options")
     with pytest.raises(ConfigError, match="give it to the SharedFeed"):
         salience.Loader(feed, batch_size=16, cache="1MiB")
+
+
+def test_jobs_on_a_feed_share_their_ledger_until_the_feed_ends(shards: Path, feeds: Path) -> None:
+    feed = salience.SharedFeed(shards, name="knows")
+    first = salience.Loader(feed, batch_size=16, ledger="share")
+    for batch in first:
+        first.loss(torch.ones(len(batch[1])))
+    second = salience.Loader(salience.SharedFeed(shards, name="knows"), batch_size=16, ledger="share")
+    assert (second.ledger.seen == 1).all()
+    status = feed.status()
+    assert status is not None
+    finding.ask("knows", "stop")
+    end = time.monotonic() + 30
+    while Path(f"/proc/{status['pid']}").exists():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    assert not list(feeds.glob("*.ledgers"))

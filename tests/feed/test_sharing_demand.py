@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from salience.feed.sharing.demand import UNWANTED, Demand, JobPlan
+from salience.feed.sharing.demand import UNWANTED, Demand, JobPlan, pace_groups
 from salience.feed.sharing.pool import Pool
 
 
@@ -117,3 +118,43 @@ def test_decoded_samples_keep_to_their_budget():
             pool.filled(1, i)
     assert pool.decoded_bytes <= 2 * 64
     assert pool.reserve(0, 7, 64) is not None  # bytes have the rest
+
+
+def paced(demand: Demand, number: int, seconds: float, batches: int = 12) -> JobPlan:
+    """A job with the same plan as the others, which has taken all but its last batch at this pace."""
+    job = plan(demand, number, *([i] for i in range(batches)), group="g")
+    for k in range(batches - 1):
+        done(job, k, 1.0 + k * seconds)
+    return job
+
+
+def test_jobs_are_grouped_by_pace_from_the_fastest_on():
+    assert pace_groups([1.0, 9.0, 1.5, 2.1, 4.0]) == [0, 2, 0, 1, 1]
+    assert pace_groups([3.0, 0.0, 3.0]) == [0, -1, 0]
+    assert pace_groups([]) == []
+
+
+def test_a_job_waits_only_for_those_of_its_own_pace():
+    demand = Demand(12)
+    fast, alike, slow, slower = (paced(demand, k, seconds) for k, seconds in enumerate((0.1, 0.15, 1.0, 1.5)))
+    assert demand.group(fast) == [fast, alike]
+    assert demand.group(slow) == [slow, slower]
+    slow.taken = slower.taken = 2
+    assert demand.lead(fast) == 0
+    assert demand.slowest(fast) is None
+
+
+def test_a_job_whose_pace_is_not_known_yet_is_waited_for():
+    demand = Demand(12)
+    fast, new = paced(demand, 0, 0.1), paced(demand, 1, 5.0, batches=3)
+    assert demand.group(fast) == [fast, new]
+    assert demand.slowest(fast) is new
+
+
+def test_time_for_which_a_job_was_held_up_is_not_its_pace():
+    demand = Demand(12)
+    job = plan(demand, 1, *([i] for i in range(12)), group="g")
+    for k in range(12):
+        job.take(k, 10.0 * k)
+        job.held = 9.0
+    assert job.pace == pytest.approx(1.0)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from processes import run_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -106,6 +107,30 @@ def test_a_parameter_without_gradient_on_one_rank_stops_both(tmp_path, mode):
     assert first == second
     assert first.startswith("Rank 1 came to optimizer.step() without all its gradients")
     assert "find_unused_parameters=True" in first
+
+
+class Table(nn.Module):
+    """Its sparse gradient is not to be seen from the modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.last = nn.Parameter(torch.randn(5, 2)), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(F.embedding(x, self.rows, sparse=True))
+
+
+def sparse(rank: int) -> Any:
+    ddp = DistributedDataParallel(Table())
+    salience.sync(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), mode="topk")
+    with pytest.raises(ConfigError) as caught:
+        ddp(torch.tensor([0, 1])).square().sum().backward()
+    return str(caught.value)
+
+
+def test_a_sparse_gradient_that_only_shows_in_the_backward_pass_is_named(tmp_path):
+    said = "The gradient of 'rows' is sparse, which sync() cannot exchange; make it dense (sparse=False)."
+    assert run_ranks(tmp_path, sparse) == [said] * 2
 
 
 def stops_early(rank: int, mode: str, options: dict[str, Any]) -> Any:

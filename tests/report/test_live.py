@@ -17,9 +17,10 @@ from torch.utils.data import TensorDataset
 import salience
 from salience.errors import ConfigError
 from salience.events import Confusion, EventLog, MachineUse, WindowClosed
+from salience.report.html import page
 from salience.report.reader import read_log, story_of
 from salience.report.story import shown
-from salience.report.text import verdict
+from salience.report.text import sections, verdict
 from salience.select.classes import MAX_CONFUSIONS, confusions
 from salience.watch.usage import MAX_SAMPLES_PER_WINDOW, Meter, UsageRecord
 
@@ -189,3 +190,17 @@ def test_a_resumed_run_continues_the_curve_of_its_machine(tmp_path: Path):
         log.emit("plan", window=window, picked=10, population=10)
         log.emit(WindowClosed(window=window, batches=1, of=1, finished=True, seconds=1.0, usage=(used,)))
     assert [one.seconds for one in story_of(read_log(tmp_path / "run.jsonl"), name="x").usage] == [5.0, 9.0, 11.0]
+
+
+def test_the_page_and_the_text_say_how_busy_processors_memory_and_gpus_were(tmp_path: Path):
+    log = EventLog(tmp_path / "run.jsonl")
+    for window, busy in enumerate((0.4, 0.6)):
+        used = MachineUse(seconds=window + 1.0, cpu=busy, memory=0.25, disk=1e6, network=2e6, gpu=(busy + 0.3, 0.1))
+        log.emit("plan", window=window, picked=10, population=10)
+        log.emit(WindowClosed(window=window, batches=1, of=1, finished=True, seconds=1.0, usage=(used,)))
+    story = story_of(read_log(tmp_path / "run.jsonl"), name="x")
+    mean = "On average, the processors were 50% busy, GPU 0 was 80% busy, GPU 1 was 10% busy and 25% of the memory was in use"
+    assert mean in sections(story)["machine"]
+    found = page(story)
+    assert mean in found
+    assert all(name in found for name in ("processors", "memory", "GPU 0", "GPU 1", "network"))

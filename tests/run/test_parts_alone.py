@@ -150,8 +150,20 @@ def test_a_plain_order_goes_on_as_a_dataloader_that_was_iterated_in_vain():
     wanted = torch.cat([x for (x,) in plain]).tolist()
     order = PlainOrder(N, torch.Generator().manual_seed(1))
     order.draw(worker_seed=True)
-    order.unused(workers=False)
+    order.put_off()
     assert order.draw(worker_seed=True).tolist() == wanted
+
+
+def test_an_order_that_was_put_off_is_drawn_anew_if_something_else_drew():
+    order = PlainOrder(N, torch.Generator().manual_seed(1))
+    for draws in (0, 1):
+        order.draw(worker_seed=True)
+        order.put_off()
+        torch.rand(draws, generator=order.generator)
+        assert order.begin() == (draws > 0)
+    order.draw(worker_seed=True)
+    assert not order.begin()
+    assert order.begin(), "another iterator began with it"
 
 
 @pytest.mark.parametrize("wrong", [{"n": 0}, {"batch_size": 0}, {"epochs": 0}, {"seed": -1}])

@@ -234,6 +234,8 @@ def test_workers_may_read_the_stream():
     assert loader.ledger.keys.rows([7]).tolist() == np.flatnonzero(loader.ledger.last_loss == 7).tolist()
 
 
+# PyTorch raises for a killed worker wherever the main process happens to be, in a destructor as well.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_worker_that_dies_is_one_sentence_and_nothing_delivered_is_lost():
     class Mortal(Stream):
         mortal = True
@@ -407,6 +409,11 @@ def test_a_generator_has_one_pass():
 def test_bad_input_is_one_sentence(stream, options, error, said):
     with pytest.raises(error, match=said):
         list(make(stream, **options))
+
+
+def test_a_dataloader_of_a_stream_is_refused():
+    with pytest.raises(DataError, match="pass what it reads"):
+        salience.Loader(DataLoader(Stream(range(9)), 3), 3)
 
 
 def test_what_a_stream_does_not_have_is_said():

@@ -199,3 +199,49 @@ def test_bad_input_is_one_sentence(texts, losses, options, said):
     with pytest.raises(LossError, match=said):
         loader.loss(losses, **options)
     loader.loss(torch.ones(N, T), mask=torch.ones(N, T))  # the batch still has its turn
+
+
+def packed(tokens, lengths):
+    """The sequences one behind another in rows of 20 tokens, as positions (sample, token), -1 where there is none."""
+    flat = [(i, t) for i, length in enumerate(lengths.tolist()) for t in range(length)]
+    flat += [(-1, -1)] * (-len(flat) % 20)
+    return torch.tensor(flat).reshape(-1, 20, 2).unbind(2)
+
+
+def test_packed_sequences_have_the_means_and_the_gradient_of_padded_ones(texts):
+    padded_loader, tokens, lengths = first(texts)
+    losses, mask = masked(Model(), tokens, lengths)
+    wanted = padded_loader.loss(losses, mask=mask)
+    loader, tokens, lengths = first(texts)
+    parameter = torch.ones(1, requires_grad=True)
+    segments, place = packed(tokens, lengths)
+    rows = torch.where(segments >= 0, losses.detach()[segments, place], 9.0)
+    loss = loader.loss(rows * parameter, segments=segments)
+    torch.testing.assert_close(loss[()], wanted)
+    loss.backward()
+    torch.testing.assert_close(parameter.grad[0], wanted.detach())
+    np.testing.assert_allclose(loader.ledger.last_loss, padded_loader.ledger.last_loss, rtol=1e-5)
+
+
+def test_a_mask_may_leave_out_tokens_of_packed_sequences(texts):
+    loader, tokens, lengths = first(texts)
+    segments, place = packed(tokens, lengths)
+    losses = torch.rand(segments.shape)
+    loss = loader.loss(losses, segments=segments, mask=place > 0)  # those of length 1 have nothing left
+    torch.testing.assert_close(loss, losses[place > 0].mean())
+    assert loader.ledger.bad.sum() == int((lengths == 1).sum())
+
+
+@pytest.mark.parametrize(
+    ("segments", "said"),
+    [
+        (torch.full((3, 5), N), f"name sample {N} of a batch of {N}"),
+        (torch.zeros(3, 5), "segments are torch.float32"),
+        (torch.zeros(3, 4, dtype=torch.int64), r"of the shape of the losses|they must be equal"),
+        ([0] * 15, "of tokens are a list"),
+    ],
+)
+def test_segments_that_cannot_be_are_one_sentence(texts, segments, said):
+    loader, *_ = first(texts)
+    with pytest.raises(LossError, match=said):
+        loader.loss(torch.ones(3, 5), segments=segments)

@@ -38,6 +38,19 @@ def test_observing_in_pieces_is_bit_for_bit_a_dataloader(window, workers):
     assert (loader.ledger.seen == 2).all()
 
 
+def test_a_loop_that_stops_at_len_draws_in_pieces_what_it_does_with_a_dataloader():
+    def run(loader, generator):
+        seen = []
+        for _ in range(3):
+            it = iter(loader)
+            seen += [next(it)[0].tolist() for _ in range(len(loader))]
+        return seen, torch.rand((), generator=generator)
+
+    one, other = (torch.Generator().manual_seed(0) for _ in range(2))
+    plain = run(DataLoader(numbers(), 10, shuffle=True, generator=one), one)
+    assert run(salience.Loader(numbers(), 10, window=50, generator=other), other) == plain
+
+
 def test_every_sample_has_its_turn_once_in_the_full_windows_of_an_epoch():
     selector = salience.Selector(N, batch_size=10, epochs=4, window=50, select="default")
     for _ in range(4):

@@ -11,6 +11,7 @@ from salience.select import Clock, View
 from salience.select.agreement import auroc
 from salience.select.experts import (
     EXPERTS,
+    errors_of,
     families_of,
     logit_ranks,
     mixture_of,
@@ -74,9 +75,35 @@ def test_networks_that_agree_beyond_the_first_get_less_of_a_voice():
     first = truth + rng.normal(size=5000)
     apart = [truth + rng.normal(size=5000) for _ in range(2)]
     alike = [0.3 * truth + 3 * shared + 0.5 * rng.normal(size=5000) for _ in range(2)]
-    assert news([first, *alike])[1] < 0.1 < 0.3 < news([first, *apart])[1] <= 0.5
-    assert news([first]) == [1.0]
-    assert news([first, apart[0]]) == [1.0, 1.0]
+    equal = [0.1, 0.1, 0.1]
+    assert news([first, *alike], equal)[1] < 0.1 < 0.3 < news([first, *apart], equal)[1] <= 0.5
+    assert news([first], [0.1]) == [1.0]
+    assert news([first, apart[0]], [0.1, 0.1]) == [1.0, 1.0]
+
+
+def test_networks_that_err_more_often_weigh_less_by_the_square_and_better_ones_not_more():
+    voices = list(np.random.default_rng(3).normal(size=(2, 100)))
+    assert news(voices, [0.1, 0.2]) == pytest.approx([1, 0.25])
+    assert news(voices, [0.2, 0.1]) == [1.0, 1.0]
+
+
+def test_how_often_a_network_errs_is_read_from_the_labels_less_those_that_are_wrong(wrong):
+    sure, unsure = network(wrong, 0.3, 0), network(wrong, 2.5, 1)
+    found = errors_of({"sure": sure, "unsure": unsure})
+    truth = [
+        float((of.vote[:, 0] != np.where(wrong, (of.label + 1) % 4, of.label))[~wrong].mean()) for of in (sure, unsure)
+    ]
+    assert found[0] == pytest.approx(max(0.02, truth[0]), abs=0.02)
+    assert found[1] == pytest.approx(truth[1], abs=0.06), "a little low: it confirms some wrong labels by chance"
+
+
+def test_a_model_that_learnt_its_labels_by_heart_is_not_taken_for_a_better_one(wrong):
+    none = np.zeros(N, dtype=bool)
+    model, trained, held_out = network(none, 0.1, 0), network(none, 0.1, 1), network(wrong, 1.5, 2)
+    assert errors_of({"model": model})[0] == 0.02
+    errors = errors_of({"model": model, "jury": trained, "jury, held out": held_out})
+    assert errors[0] == pytest.approx(errors[2])
+    assert errors[1] == errors[2] > 0.2
 
 
 def test_logits_of_ranks_are_0_in_the_middle_and_where_nothing_is_known():

@@ -309,6 +309,15 @@ def test_a_new_question_is_answered_before_the_rest_of_the_old_one_and_a_stopped
     assert not multiprocessing.active_children()
 
 
+def test_the_process_has_the_lowest_priority_so_that_training_goes_first():
+    envelopes, collate = EnvelopeDataset(points()), EnvelopeCollate(torch.utils.data.default_collate)
+    scorer = Scorer(net(), envelopes, collate, n=N, batch_size=10)
+    scorer.ask(np.arange(10), window=0)
+    wait(scorer, 10)
+    assert os.getpriority(os.PRIO_PROCESS, scorer.process.pid) == 19 > os.getpriority(os.PRIO_PROCESS, 0)
+    scorer.close()
+
+
 def test_closing_leaves_no_process_whether_by_detach_the_end_of_the_run_or_of_the_loader():
     data, model = points(), net()
     loader = salience.Loader(data, B, epochs=1, select=HALF)

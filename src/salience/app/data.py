@@ -21,6 +21,8 @@ from salience.feed.index import TEST_SPLITS, Names, classes_of, folders_of
 from salience.feed.sharing.shared import SharedFeed
 from salience.feed.tars import IMAGE_SUFFIXES
 
+AUTO = "auto"
+"""Name of a feed that stands for the name made of the data."""
 HELD_OUT = 10
 """Without a test split, one in this many images of each class is held out."""
 STATISTICS_SAMPLES = 512
@@ -112,8 +114,8 @@ def open_split(
 ) -> Split:
     """The train and test splits of a folder, tar or URL; if there are none, every tenth image of each class is held out.
 
-    With `feed`, training images come through the shared feed of this name, which is started if it is not running. `size=0`
-    means the shorter side of the first image, at most 224. A .tar.gz is unpacked once, into the folder `unpacked`.
+    With `feed`, training images come through the shared feed of this name ("auto": of the data), which is started if it is
+    not running. `size=0` means the shorter side of the first image, at most 224. A .tar.gz is unpacked once, into `unpacked`.
     """
     where = _located(data, unpacked, progress)
     index, splits = images_of(Source(where).index, data)
@@ -121,7 +123,9 @@ def open_split(
     to_train = _part(index, train)
     decode = Decode(size or _guess_size(Source(where, index=to_train)))
     reading: dict[str, Any] = {"index": to_train, "decode": decode, "cache": cache or None, "max_broken": max_broken}
-    source = SharedFeed(where, name=feed, linger=linger, **reading) if feed else Source(where, **reading)
+    source: Any = Source(where, **reading)
+    if feed:
+        source = SharedFeed(where, name=None if feed == AUTO else feed, linger=linger, **reading)
     return Split(
         train=source, test=Images(Source(where, index=_part(index, test)), decode), labels=index.label[train].astype(np.int64),
         tested=len(test), classes=index.classes, size=decode.size, names=source.names,

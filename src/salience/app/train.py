@@ -29,6 +29,7 @@ from salience.app import checkpoint, models, parallel
 from salience.app.augment import crop_flip
 from salience.app.data import Split, open_split, pixel_statistics
 from salience.app.joining import joined_ranks
+from salience.app.judge import Judge
 from salience.app.parallel import Parallel
 from salience.config import TrainConfig
 from salience.errors import ConfigError, StateError
@@ -45,13 +46,16 @@ from salience.run import resolve
 from salience.schedule import ProgressLR
 from salience.seeds import AUGMENT, torch_generator, torch_seed
 from salience.select.findings import save_copies
+from salience.speed import tune
 from salience.treat import Stage, Treat
 
+SHARE = "share"
+"""Value of `ledger` that stands for the ledger which all jobs on a feed share."""
 MAX_KEPT_TEST_BYTES = 1 << 30
 """Test images are decoded once and kept if they take at most this many bytes."""
 
 
-def train(config: TrainConfig, saved: Mapping[str, Any] | None = None) -> Tally:
+def train(config: TrainConfig, saved: Mapping[str, Any] | None = None, judge: Judge | None = None) -> Tally:
     """Train as `config` says, from the beginning or from the checkpoint `saved`, and print progress and results."""
     device = find_device(config.device or (f"cuda:{local_rank()}" if torch.cuda.is_available() else ""))
     folder = Path(config.out)
@@ -79,7 +83,7 @@ def train(config: TrainConfig, saved: Mapping[str, Any] | None = None) -> Tally:
         if ranks is not None and ranks.rank == 0:
             ranks.barrier()
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            run = Training(config, data, device, saved, ranks)
+            run = Training(config, data, device, saved, ranks, judge)
             run.go()
         if run.rank == 0:
             run.finish()
@@ -109,7 +113,9 @@ class Training:
         device: torch.device,
         saved: Mapping[str, Any] | None,
         ranks: Ranks | None = None,
+        judge: Judge | None = None,
     ) -> None:
+        self.judge = judge
         self.ranks, self.rank, world = ranks, *((0, 1) if ranks is None else (ranks.rank, ranks.world))
         if config.batch_size % world:
             raise ConfigError(
@@ -140,6 +146,9 @@ class Training:
             **self._workers(persistent=not self._keeps_tests),
         )  # fmt: skip
         self.schedule = ProgressLR(self.optimizer, self.loader, "one_cycle")
+        self.tuned = None
+        if config.auto and not config.zero:
+            self.tuned = tune(self.trained, self.optimizer, self.loader)
         if ranks is None and (said := parallel.useless(config)):
             say(said)
         elif config.sync:
@@ -152,7 +161,11 @@ class Training:
 
     def _make_loader(self, *, fresh: bool) -> Loader:
         config = self.config
-        known = ledgers.load(checkpoint.ledger_file(config.ledger)) if config.ledger and fresh else None
+        shared, known = SHARE if config.ledger == SHARE else None, None
+        if self.judge is not None:
+            shared = self.judge.ledger
+        elif config.ledger and shared is None and fresh:
+            known = ledgers.load(checkpoint.ledger_file(config.ledger))
         if known is not None and known.n == len(self.data) and _differ(known.label, self.data.labels):
             raise StateError(
                 f"The ledger {config.ledger!r} has other classes for these images; it is of another data set."
@@ -164,7 +177,7 @@ class Training:
         stages = {"augment": [Stage(torch.from_numpy, random=False, name="tensor")], "treat": config.treat}
         loader = Loader(
             self.data.train, self.batch_size, epochs=config.epochs, select=config.select or None, seed=config.seed,
-            ledger=known, log=log, auto=config.auto, balance=config.balance and self.ranks is not None,
+            ledger=shared or known, log=log, auto=config.auto, balance=config.balance and self.ranks is not None,
             sinks=[part.strip() for part in config.sinks.split(",") if part.strip()],
             **(stages if config.treat else {}),
             # Not persistent: when observing, a resumed shuffle would then draw other numbers; and a Loader is part of
@@ -172,6 +185,8 @@ class Training:
             **self._workers(persistent=False),
         )  # fmt: skip
         loader.ledger.set_labels(self.data.labels)
+        if self.judge is not None:
+            self.judge.follow(loader)
         return loader
 
     def _workers(self, *, persistent: bool) -> dict[str, Any]:
@@ -203,6 +218,8 @@ class Training:
                     f"epoch {epoch + 1:>3}/{self.config.epochs}   loss {words.loss(loss)}   train {accuracy:.1%}   "
                     f"test {tested:.1%}   {rate:,.0f} samples/s"
                 )
+                if self.judge is not None:
+                    self.judge.report({"accuracy": tested, "loss": loss})
 
     def _epoch(self, epoch: int, begin: float, shown: Bars) -> tuple[float, float, float]:
         """Train for one window of the loader. Returns mean loss, accuracy and samples per second of this process."""
@@ -253,7 +270,7 @@ class Training:
         if self.device.type == "cuda":
             x = x.contiguous(memory_format=torch.channels_last)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
-            logits: Tensor = (self.trained if self.model.training else self.model)(x)
+            logits: Tensor = ((self.tuned or self.trained) if self.model.training else self.model)(x)
         if logits.shape != (len(x), len(self.data.classes)):
             raise ConfigError(
                 f"Model {self.config.model!r} returned shape {tuple(logits.shape)} for {len(x)} images of "
@@ -300,6 +317,7 @@ class Training:
             "launch": checkpoint.launch(),
             "schedule": self.schedule.state_dict(),
             "loader": self.loader.state_dict(),
+            "tuned": None if self.tuned is None else self.tuned.state_dict(),
         }
         if self.rank == 0:
             checkpoint.write(self.folder, state)
@@ -312,6 +330,8 @@ class Training:
         if saved.get("own") is not None and saved["config"]["sync"] == self.config.sync:
             own = checkpoint.read_of_rank(self.folder, self.rank, saved["stamp"]) if self.rank else None
             self.parallel.load_own_state(own or saved["own"])
+        if self.tuned is not None and saved.get("tuned") is not None:
+            self.tuned.load_state_dict(saved["tuned"])
         self.number = len(saved["loader"]["course"]["delivered"])
         say(f"Going on at epoch {min(self.loader.epoch + 1, self.config.epochs)}, after {self.number} of its batches.")
 

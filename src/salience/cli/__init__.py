@@ -8,11 +8,24 @@ import re
 import sys
 from types import ModuleType
 
-from salience.cli import compare, demo, doctor, feed, pack, plugins, profile, report, score, scores, train
+from salience.cli import compare, demo, doctor, feed, pack, plugins, profile, report, score, scores, train, tune
 from salience.cli.text import sentence
 from salience.errors import ConfigError, SalienceError, did_you_mean
 
-COMMANDS: tuple[ModuleType, ...] = (demo, train, feed, profile, report, compare, pack, scores, score, plugins, doctor)
+COMMANDS: tuple[ModuleType, ...] = (
+    demo,
+    train,
+    tune,
+    feed,
+    profile,
+    report,
+    compare,
+    pack,
+    scores,
+    score,
+    plugins,
+    doctor,
+)
 
 
 def main(argv: list[str] | None = None) -> int:

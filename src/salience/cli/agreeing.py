@@ -230,16 +230,13 @@ def told(found: Contrast) -> list[str]:
 
 
 def rows_of(found: Contrast) -> list[list[str]]:
-    """Rows per epoch: mean loss and variance of every group, times forgotten, and what separates them."""
-    head = [
-        "epoch",
-        *(f"{q} {g}" for q in found.course for g in found.sizes),
-        *(f"AUROC {q}" for q in found.separation),
-    ]
-    rows = [head]
+    """Rows per epoch: mean loss and variance of every group that has samples, times forgotten, and what separates them."""
+    groups = [name for name, count in found.sizes.items() if count]
+    separation = {name: values for name, values in found.separation.items() if np.isfinite(values).any()}
+    rows = [["epoch", *(f"{q} {g}" for q in found.course for g in groups), *(f"AUROC {q}" for q in separation)]]
     for i, window in enumerate(found.windows):
-        values = [found.course[q][g][i] for q in found.course for g in found.sizes]
-        apart = [found.separation[q][i] for q in found.separation]
+        values = [found.course[q][g][i] for q in found.course for g in groups]
+        apart = [values[i] for values in separation.values()]
         rows.append([str(window + 1), *(_cell(v, ".3g") for v in values), *(_cell(v, ".2f") for v in apart)])
     return rows
 
@@ -255,7 +252,7 @@ def courses(found: Contrast) -> list[Chart | None]:
     }
     charts = [
         lines(
-            titles[quantity], x, {name: plain(values) for name, values in of.items()},
+            titles[quantity], x, {name: plain(values) for name, values in of.items() if found.sizes[name]},
             x_label="epoch", form="{:.3g}".format, least=0.0,
         )
         for quantity, of in found.course.items()

@@ -1,6 +1,10 @@
 """Show what this machine has, and what is missing for which feature.
 
-Nothing is changed, and nothing that is missing is an error.
+    salience doctor
+    salience doctor --run train.py
+
+Nothing is changed, and nothing that is missing is an error. With --run it reads a training script, runs nothing of it, and
+lists the levers that it leaves unused: compilation, memory formats, fused optimizers, workers and others.
 """
 
 from __future__ import annotations
@@ -40,17 +44,24 @@ EXTRAS = (
     Extra("accelerate", "accelerate", "loops of Accelerate, and `salience.frameworks.transformers`"),
     Extra("datasets", "datasets", "data sets of Hugging Face"),
     Extra("optuna", "tune", "`salience.tune_select`"),
+    Extra("pytorch-optimizer", "large", "`salience.large.optimizer`: LARS, LAMB, NovoGrad"),
 )
 """The optional packages of pyproject.toml; a test compares."""
+NUMERICS_IN_WORDS = {"exact": "exact", "rounding": "the same up to rounding", "lossy": "lossy"}
 SMALL_SHM = 1 << 30
 """With less than this many bytes of /dev/shm, workers may run out: they pass every batch through it."""
 
 
 def add(commands: Any) -> None:
-    subcommand(commands, "doctor", __doc__, run)
+    parser = subcommand(commands, "doctor", __doc__, run)
+    parser.add_argument(
+        "--run", dest="script", metavar="FILE", help="a training script: list the levers it leaves unused"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.script:
+        return of_script(args.script)
     from salience import __version__
 
     versions = {extra.package: version(extra.package) for extra in EXTRAS}
@@ -69,6 +80,26 @@ def run(args: argparse.Namespace) -> int:
     say()
     complaints = advice(versions, shared_memory())
     say("\n".join(complaints) if complaints else "Nothing is missing.")
+    return 0
+
+
+def of_script(path: str) -> int:
+    """Print the levers that a script leaves unused."""
+    from salience.errors import ConfigError
+    from salience.speed.script import unused_levers
+
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as cause:
+        why = getattr(cause, "strerror", None) or cause
+        raise ConfigError(f"{path!r} cannot be read ({why}); --run takes the file of a training script.") from cause
+    found = unused_levers(text, repr(path))
+    for one in found:
+        say(f"{path}:{one.line}: {one.lever} ({NUMERICS_IN_WORDS[one.numerics]}): {one.advice}")
+    if found:
+        say("\nsalience.tune(model, optimizer, loader) tries those of the step while training, and keeps what pays.")
+    else:
+        say("No lever that salience knows is left unused.")
     return 0
 
 

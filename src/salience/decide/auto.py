@@ -15,6 +15,8 @@ from salience.select.steering import Paths, read_histories
 from salience.watch.probe import WARMUP_STEPS, Probe
 from salience.watch.steps import Step, Steps
 
+PROBE_WITHIN = 128
+"""A probe comes within the first batches of a window, however long that is."""
 MAX_TIMED_BATCHES = 8
 """Maximum number of batches that a probe times."""
 
@@ -69,7 +71,8 @@ class Auto:
         room = batches - depth - timed - ahead - WARMUP_STEPS - MIN_STEPS
         alone = controller.settings.workers or controller.settings.cache  # else waiting is the loader alone
         if controller.probing and not controller.fills and alone and timed >= 2 and room >= 0:
-            self._probe = Probe(depth=depth, timed=timed, first=self._mark + WARMUP_STEPS + room // 2, times=1)
+            first = self._mark + WARMUP_STEPS + min(room, PROBE_WITHIN) // 2
+            self._probe = Probe(depth=depth, timed=timed, first=first, times=1)
         return self._probe
 
     def close(self, steps: Steps) -> None:
@@ -77,13 +80,18 @@ class Auto:
         self._whole = True
         self.controller.held += sum(step.held for step in self._steps(steps))
 
-    def edge(self, window: int, steps: Steps, available: AvailableLevers) -> list[LeverDecided]:
-        """Between two windows: the controller's decisions on the last one; a replay repeats those of the earlier run."""
+    def edge(
+        self, window: int, steps: Steps, available: AvailableLevers, *, portion: float = 1.0
+    ) -> list[LeverDecided]:
+        """Between two windows: the controller's decisions on the last one; a replay repeats those of the earlier run.
+
+        Inside a window, `portion` is the share of it that was measured.
+        """
         if self._recorded is not None:
             first = max((one for one in self._recorded if one <= window), default=None)
             self.controller.settings = self.controller.settings if first is None else self._recorded[first]
             return []
-        return self.controller.edge(window, self._timing(steps), available)
+        return self.controller.edge(window, self._timing(steps), available, portion=portion)
 
     def _timing(self, steps: Steps) -> WindowTiming | None:
         whole, self._whole = self._whole, False

@@ -26,7 +26,7 @@ TRIAL_SHARE = 0.3
 """Largest share of the run's windows for unsuccessful trials, once there was one."""
 HELD_SHARE = 0.01
 """Largest share of the run's batches that probes may hold back."""
-LOSSY_LEVERS = {"treat": 'treat="reuse"', "select": 'select="default"'}
+LOSSY_LEVERS = {"treat": 'treat="reuse"', "select": 'select="default"', "resolution": 'treat="resolution"'}
 
 
 class Controller:
@@ -57,7 +57,7 @@ class Controller:
         self._step: float | None = None
         """Seconds per step at the last measurement."""
         self._trial: Trial | None = None
-        self._spent = 0
+        self._spent = 0.0
         """Number of windows spent on unsuccessful trials."""
         self._undone: dict[str, str] = {}
         """Lever -> the verdict under which it was undone."""
@@ -67,6 +67,15 @@ class Controller:
         """Lossy levers under which the metric stayed in the baseline's band."""
         self._said: set[str] = set()
         self._result: tuple[float, float] | None = None
+        self._portion = 1.0
+        """Share of a window that the last measurement covers."""
+
+    @property
+    def waits(self) -> bool:
+        """True if the trial in progress needs whole windows: what it tries builds up, or changes what a window visits."""
+        return self.fills or (
+            self._trial is not None and (self._trial.option.remembers or not self._trial.option.exact)
+        )
 
     @property
     def allowance(self) -> int:
@@ -78,8 +87,14 @@ class Controller:
         if self.settings.lossy:
             self._result = metric, progress
 
-    def edge(self, window: int, timing: WindowTiming | None, available: AvailableLevers) -> list[LeverDecided]:
-        """Decide before `window`; `timing` is that of the previous window, None if it was incomplete or too short."""
+    def edge(
+        self, window: int, timing: WindowTiming | None, available: AvailableLevers, *, portion: float = 1.0
+    ) -> list[LeverDecided]:
+        """Decide before `window`; `timing` is that of the previous window, None if it was incomplete or too short.
+
+        A `portion` below 1 is the share of a window that was measured: the decision is made inside it.
+        """
+        self._portion = portion
         said = self._guard(window)
         if any(decision.action == "undo" for decision in said):  # this window says nothing of what comes
             return said
@@ -131,7 +146,7 @@ class Controller:
 
     def _against(self, option: Option, window: int) -> str:
         """Why a lever is not tried; empty if it may be."""
-        needed = windows_needed(option)
+        needed = windows_needed(option) * self._portion
         if option.name in self._banned:
             return "it was undone for good"
         if option.predicted < MIN_SPEEDUP_TO_TRY:
@@ -141,7 +156,8 @@ class Controller:
         if self._undone.get(option.name) == self._cause:
             return "it was undone, and what holds the run back is still the same"
         if self._spent and self._spent + needed > TRIAL_SHARE * self._windows:
-            return f"its trial takes {needed} windows, more than are left of the {TRIAL_SHARE:.0%} of all that trials may take"
+            share = f"{TRIAL_SHARE:.0%}"
+            return f"its trial takes {needed:g} windows, more than are left of the {share} of all that trials may take"
         if window + needed >= self._windows:
             return "too few windows are left for a trial to pay"
         return ""
@@ -174,7 +190,7 @@ class Controller:
         """End the trial and restore the settings from before it."""
         self._trial, self.settings = None, trial.base
         self.probing = trial.whole  # without its cache the run was never measured
-        self._spent += trial.windows
+        self._spent += trial.windows * self._portion
         self._undone[trial.option.name] = self._cause
         return _decided(window, trial.option, "undo", reason, trial.gain)
 
@@ -193,7 +209,7 @@ class Controller:
             reason = f"the metric is in the baseline's band: {where}"
             return [LeverDecided(window=window, lever=name, action="keep", reason=reason) for name in new]
         self._banned.update(on)
-        self.settings = replace(self.settings, treat=False, select=False)
+        self.settings = replace(self.settings, treat=False, select=False, resolution=False)
         if self._trial is not None:
             self._spent += self._trial.windows + 1
             self._trial = None
@@ -230,7 +246,7 @@ class Controller:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.settings, self.fills = build(Settings, state["settings"]), bool(state["fills"])
-        self.probing, self.held, self._spent = bool(state["probing"]), int(state["held"]), int(state["spent"])
+        self.probing, self.held, self._spent = bool(state["probing"]), int(state["held"]), float(state["spent"])
         self.verdict = build(BottleneckFound, state["verdict"]) if state["verdict"] else None
         self._step, self._undone = state["step"], dict(state["undone"])
         self._trial = build(Trial, state["trial"]) if state["trial"] else None

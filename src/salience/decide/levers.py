@@ -9,8 +9,10 @@ from pathlib import Path
 from salience import events
 from salience.errors import ConfigError
 from salience.events import SettingsChanged, StepCosts
-from salience.watch.model import Lever, ceiling, more_workers
+from salience.watch.model import MAX_WAIT_WHEN_FINE, Lever, ceiling, more_workers
 
+PREFETCH_TIMES = 4
+"""A deeper prefetch is so many times what it was."""
 REUSED_SHARE = 0.75
 """Largest share of the visits that reuse an intermediate: one is made for every four visits."""
 
@@ -26,11 +28,17 @@ class Settings:
     """True if intermediates are reused."""
     select: bool = False
     """True if fewer samples are visited."""
+    resolution: bool = False
+    """True if images are smaller in a part of the run."""
+    prefetch: int = 0
+    """Batches that each worker makes ahead; 0 = as given."""
+    pin: bool = False
+    """True if batches are copied to pinned memory, although that was left open."""
 
     @property
     def lossy(self) -> bool:
         """True if this can change the trained model."""
-        return self.treat or self.select
+        return self.treat or self.select or self.resolution
 
     @property
     def numbers(self) -> list[float]:
@@ -39,8 +47,11 @@ class Settings:
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Settings:
-        workers, cache, treat, select = numbers
-        return cls(workers=int(workers), cache=int(cache), treat=bool(treat), select=bool(select))
+        workers, cache, treat, select, resolution, prefetch, pin = numbers
+        return cls(
+            workers=int(workers), cache=int(cache), treat=bool(treat), select=bool(select), resolution=bool(resolution),
+            prefetch=int(prefetch), pin=bool(pin),
+        )  # fmt: skip
 
 
 def recorded(path: str | Path) -> dict[int, Settings]:
@@ -77,6 +88,12 @@ class AvailableLevers:
     """Stages whose results could be reused."""
     keep: Sequence[float] = ()
     """Share of the samples that a selection would visit, by window; empty where none can be switched on."""
+    prefetch: int = 0
+    """Batches that each worker makes ahead now; 0 if that must not change."""
+    pin: bool = False
+    """True if batches could be copied to pinned memory."""
+    pixels: Sequence[float] = ()
+    """Computation with smaller images relative to full size, by epoch; empty where there are no images."""
     refused: Mapping[str, str] = field(default_factory=dict[str, str])
     """Levers that cannot be tried, and why."""
 
@@ -107,6 +124,10 @@ def cache_lever(size: int, share: float) -> Lever:
     return Lever(name=f"cache={size}", exact=True, saves={"fetch": share})
 
 
+def _exact(name: str, settings: Settings, predicted: float) -> Option:
+    return Option(name=name, exact=True, remembers=False, settings=settings, predicted=predicted)
+
+
 def options(costs: StepCosts, now: Settings, available: AvailableLevers, window: int) -> list[Option]:
     """Every lever that is off and could be on from `window` onwards."""
     found: list[Option] = []
@@ -115,6 +136,15 @@ def options(costs: StepCosts, now: Settings, available: AvailableLevers, window:
     if available.cache and not now.cache:
         lever = cache_lever(available.cache, available.share)
         found.append(Option.of(costs, lever, replace(now, cache=available.cache), remembers=True))
+    # Fast enough on average, and waited for all the same.
+    bursts = costs.input < costs.compute and costs.waiting > MAX_WAIT_WHEN_FINE
+    if bursts and available.prefetch and not now.prefetch and now.workers:
+        deeper = PREFETCH_TIMES * available.prefetch
+        smooth = costs.step / max(costs.input, costs.compute)
+        found.append(_exact(f"prefetch_factor={deeper}", replace(now, prefetch=deeper), smooth))
+    if available.pin and not now.pin and costs.copy > 0:
+        saved = costs.step / max(1e-9, costs.step - costs.copy)
+        found.append(_exact("pin_memory=True", replace(now, pin=True), saved))
     if available.reusable and not now.treat:
         lever = Lever(name='treat="reuse"', exact=False, saves=dict.fromkeys(available.reusable, REUSED_SHARE))
         found.append(Option.of(costs, lever, replace(now, treat=True), remembers=True))
@@ -123,4 +153,8 @@ def options(costs: StepCosts, now: Settings, available: AvailableLevers, window:
         saved = 1 - sum(left) / len(left)
         lever = Lever(name='select="default"', exact=False, saves={"input": saved, "compute": saved})
         found.append(Option.of(costs, lever, replace(now, select=True)))
+    left = available.pixels[window:]
+    if left and left[0] < 1 and not now.resolution:
+        lever = Lever(name='treat="resolution"', exact=False, saves={"compute": 1 - sum(left) / len(left)})
+        found.append(Option.of(costs, lever, replace(now, resolution=True)))
     return found

@@ -8,7 +8,14 @@ from typing import Any, ClassVar
 
 from salience.events.data import KeysMatched, LengthsBatched, StreamRead
 from salience.events.findings import Findings
-from salience.events.timing import BottleneckFound, LeverDecided, MachineUse, SettingsChanged, StepSeconds
+from salience.events.timing import (
+    BottleneckFound,
+    LeverDecided,
+    MachineUse,
+    NoiseMeasured,
+    SettingsChanged,
+    StepSeconds,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +45,8 @@ class RunStarted:
     """True if an incomplete last batch is dropped."""
     select: str | Mapping[str, Any] = "observe"
     """The resolved selection config, or "observe", "trace", or "recorded" by an Observer."""
+    knowledge: str = ""
+    """With a shared ledger: digest of what the run started from, or "nothing"; empty without one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +84,8 @@ class WindowPlanned:
     """One note per filter."""
     by_importance: tuple[float, ...] | None = None
     """Share of the samples that was picked, by tenths of importance in ascending order; None if all are equal."""
+    resolution: float = 1.0
+    """Share of the full side at which images are shown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -339,8 +350,7 @@ class Warned:
 EventData = (
     RunStarted | WindowPlanned | SignalsChosen | GradientsProbed | WindowClosed | Evaluated | Balanced | Steered
     | SamplesScored | CopiesFound | Findings | SampleBroken | FeedCounted | TreatCounted | BottleneckFound | LeverDecided
-    | SettingsChanged | LengthsBatched | KeysMatched | StreamRead
-    | Summarised | Warned
+    | NoiseMeasured | SettingsChanged | LengthsBatched | KeysMatched | StreamRead | Summarised | Warned
 )  # fmt: skip
 """Any kind of event."""
 

@@ -141,6 +141,31 @@ class LeverDecided:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NoiseMeasured:
+    """The gradient noise scale was measured over a window."""
+
+    kind: ClassVar[str] = "noise"
+    window: int
+    """Window it was measured in."""
+    scale: float | None
+    """Noise scale in samples, averaged over windows; None where the noise hides the gradient."""
+    of_window: float | None = None
+    """That of this window alone."""
+    square: float
+    """Average of |G|^2, the squared norm of the true gradient."""
+    trace: float
+    """Average of tr, the variance of a sample's gradient."""
+    small: float
+    """Samples behind the smaller gradients: the harmonic mean over ranks, or 1."""
+    big: float
+    """Samples behind the gradient of a step."""
+    steps: int = 0
+    """Steps measured."""
+    caveat: str = ""
+    """What the number does not say."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SettingsChanged:
     """The settings `auto` uses from this window on."""
 
@@ -155,3 +180,9 @@ class SettingsChanged:
     """True if intermediates are reused."""
     select: bool = False
     """True if fewer samples are visited."""
+    resolution: bool = False
+    """True if images are smaller in a part of the run."""
+    prefetch: int = 0
+    """Batches that each worker makes ahead; 0 = as given."""
+    pin: bool = False
+    """True if batches are copied to pinned memory, although that was left open."""

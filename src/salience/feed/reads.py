@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 MISSING = "it is not there"
 NO_RANGES = "the server does not answer range requests"
+SERVE_RANGES = "Serve the files by one that does, such as nginx or an object store; Python's http.server does not."
 """Why a sample cannot be read from it, ever."""
 MEASURED_REQUESTS = 128
 """Number of requests that the running median covers."""
@@ -290,9 +291,7 @@ class Reader:
             reason = "it took too long"
         advice = "Nothing is wrong with the run: go on from its last checkpoint when the store answers."
         if reason == NO_RANGES:
-            advice = (
-                "Serve the files by one that does, such as nginx or an object store; Python's http.server does not."
-            )
+            advice = SERVE_RANGES
         raise StoreError(f"{span.path!r} in {self.store.url} cannot be read: {reason}. {advice}")
 
     async def _hedged(self, span: _Span) -> bytes:

@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 from salience.errors import ConfigError, DataError, MissingExtra, SalienceError, StoreError, did_you_mean
 from salience.feed import isolated
 from salience.feed.index import check_path
-from salience.feed.reads import MISSING, NO_RANGES, ReadFailed
+from salience.feed.reads import MISSING, NO_RANGES, SERVE_RANGES, ReadFailed
 from salience.feed.retry import RetryPolicy
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ NO_CREDENTIALS = "no credentials were found"
 STATUS_CODE = re.compile(r"status code: (\d{3})")
 CONCURRENT_HEADS = 32
 """Number of sizes requested at the same time."""
+RANGE_SECONDS = 5.0
+"""How long a web server is waited for that is asked for one byte; what is wrong with a slow one is found when it is read."""
 
 
 class Store(Protocol):
@@ -181,7 +183,20 @@ class RemoteStore:
             async with slots:
                 return (await store.head_async(check_path(path, self.url)))["size"]
 
-        return await asyncio.gather(*(self._asked(functools.partial(size, path)) for path in paths))
+        found = await asyncio.gather(*(self._asked(functools.partial(size, path)) for path in paths))
+        if self.scheme in ("http", "https") and found and found[len(found) // 2]:
+            await self._check_ranges(paths[len(found) // 2])
+        return found
+
+    async def _check_ranges(self, path: str) -> None:
+        """Stop where a web server has whole files only, before a run begins."""
+        try:
+            await asyncio.wait_for(self.get_range(path, 0, 1), RANGE_SECONDS)
+        except TimeoutError:
+            return
+        except ReadFailed as failed:
+            if failed.reason == NO_RANGES:
+                raise StoreError(f"{path!r} in {self.url} cannot be read: {NO_RANGES}. {SERVE_RANGES}") from None
 
     def _list(self, prefix: str) -> list[tuple[str, int]]:
         web = self.scheme in ("http", "https")  # most web servers cannot list, and say so with a status above 500

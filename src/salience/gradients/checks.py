@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -42,6 +43,18 @@ def check_model(model: nn.Module, optimizer: Optimizer, mode: str, options: Mapp
             f"momentum is {options['momentum']:g} in sync(mode={mode!r}) and the optimizer has momentum too; it would count "
             "twice. Set the optimizer's to 0, or leave this one out."
         )
+
+
+def refuse_sparse(model: nn.Module, leave: Callable[[str], None]) -> list[Any]:
+    """Look at each gradient before DistributedDataParallel does, which cannot name it; returns hooks for the first step."""
+
+    def look(name: str, gradient: Tensor) -> None:
+        if gradient.is_sparse:
+            said = f"The gradient of {name!r} is sparse, which sync() cannot exchange; make it dense (sparse=False)."
+            leave(said)
+            raise ConfigError(said)
+
+    return [p.register_hook(partial(look, name)) for name, p in model.named_parameters() if p.requires_grad]
 
 
 def _has_momentum(group: Mapping[str, Any]) -> bool:

@@ -93,7 +93,10 @@ class Averager(Saved, Protocol):
     """Sends this rank's progress and returns the updates that all ranks make, in order; called in a separate thread."""
 
     def __call__(self, vector: Tensor, count: int, *, together: bool) -> list[Tensor]:
-        """`count` steps were made; `together` says that parameters must be equal on all ranks afterwards."""
+        """`count` steps were made; `together` says that parameters must be equal on all ranks afterwards.
+
+        `vector` may be overwritten.
+        """
         ...
 
     def leave(self) -> None:
@@ -128,15 +131,18 @@ class RoundedMean(Averager):
             )
         world = self.link.world
         sent, self.own = rounded(F.pad(vector, (0, -len(vector) % world)).view(world, -1), self.own)
-        mean, self.part = rounded(self.link.shuffle(sent).float().mean(0), self.part)
+        mean, self.part = rounded(self.link.shuffle(sent).mean(0, dtype=torch.float32), self.part)
         return [self.link.gather(mean).float().view(-1)[: len(vector)]]
 
 
 def rounded(values: Tensor, error: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The values plus the previous rounding error as bfloat16, and the new rounding error."""
-    whole = values if error is None else values + error
+    """The values plus the previous rounding error as bfloat16, and the new rounding error, which takes the place of `values`.
+
+    In place, since new memory costs more than the arithmetic.
+    """
+    whole = values if error is None else values.add_(error)
     sent = whole.to(torch.bfloat16)
-    return sent, whole - sent.float()
+    return sent, whole.sub_(sent)
 
 
 def join(tensors: Sequence[Tensor]) -> Tensor:

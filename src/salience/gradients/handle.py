@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from salience.errors import ConfigError, RankError, StateError
 from salience.events import Event, EventData, Warned
 from salience.gradients.auto import Chooser
-from salience.gradients.checks import check_groups, check_helpers, check_model, difference, fingerprint
+from salience.gradients.checks import check_groups, check_helpers, check_model, difference, fingerprint, refuse_sparse
 from salience.gradients.exchange import Exchange, Whole
 from salience.gradients.hook import Traffic, on_bucket
 from salience.gradients.link import Notes
@@ -99,6 +99,8 @@ class Handle:
         """None in a single process, where nothing happens."""
         self.auto: Chooser | None = None
         self._hooks: list[Any] = []
+        self._first_step: list[Any] = []
+        """Hooks that look at the gradients of the first step."""
 
     def begin(self, ranks: Ranks, key: str, groups: Groups) -> None:
         """Make the links, and hook into the optimizer and the loader."""
@@ -114,6 +116,7 @@ class Handle:
             self.optimizer.register_step_pre_hook(self.before_step),
             self.optimizer.register_step_post_hook(self.after_step),
         ]
+        self._first_step = refuse_sparse(self.ddp.module, self.notes.leave)
         if hasattr(self.loader, "events"):
             self.loader.events.listen(self.on_event)
 
@@ -193,7 +196,7 @@ class Handle:
         if self.ranks is not None and self.mode != "closed":
             self.switch("allreduce", {})
             self.links.leave()
-            for hook in self._hooks:
+            for hook in [*self._hooks, *self._first_step]:
                 hook.remove()
             self.auto, self.mode = None, "closed"
             _ACTIVE.discard(self.ddp)
@@ -231,6 +234,8 @@ class Handle:
 
     def after_step(self, *_: Any) -> None:
         self.traffic.reset()
+        while self._first_step:
+            self._first_step.pop().remove()
         begin = time.perf_counter()
         self.exchange.stepped()
         if self.auto is not None:

@@ -142,11 +142,11 @@ class Local(Exchange):
         for update in pending.result():
             self.anchor = self._moved(update)
             self.rounds += 1
-        split(self.anchor + (join(self._tensors) - self._sent), self._tensors)
+        split(join(self._tensors).sub_(self._sent).add_(self.anchor), self._tensors)
 
     def _moved(self, update: Tensor) -> Tensor:
         if self.outer is None or self.velocity is None:
-            return self.anchor + update
+            return self.anchor.add_(update)
         rate, momentum = self.outer
         self.velocity = momentum * self.velocity + update
         return self.anchor + rate * (update + momentum * self.velocity)

@@ -15,7 +15,7 @@ from salience.ledger.ledger import Ledger
 from salience.stats import known_mean
 
 FORMAT = "salience-ledger-1"
-_COUNTERS = ("seen", "trained", "right", "forgotten", "bad")
+COUNTERS = ("seen", "trained", "right", "forgotten", "bad")
 
 
 def save(ledger: Ledger, path: str | Path) -> None:
@@ -54,7 +54,7 @@ def merge(ledgers: Sequence[Ledger]) -> Ledger:
     merged = Ledger(sizes[0])
     for name in COLUMNS:
         stack = np.stack([ledger[name] for ledger in ledgers])
-        if name in _COUNTERS:
+        if name in COUNTERS:
             merged[name][:] = np.minimum(stack.sum(axis=0, dtype=np.int64), COUNT_LIMIT)
         elif name == "margin_sum":
             merged[name][:] = stack.sum(axis=0)

@@ -139,6 +139,13 @@ def _doubts(stories: Sequence[Story]) -> list[str]:
         versions = sorted({getattr(story.run, key) for story in stories if getattr(story.run, key)})
         if len(versions) > 1:
             said.append(f"The runs were made with {key} {' and '.join(versions)}.")
+    known = {story.run.knowledge for story in stories}
+    if len(known) > 1:
+        told = ", ".join(f"{story.name} from {story.run.knowledge or 'its own'}" for story in stories)
+        said.append(
+            f"The runs did not start from the same shared ledger ({told}), so part of their difference may come from "
+            "that; give them one comparison=."
+        )
     said += [f"{story.name}: {note}" for story in stories for note in story.notes if "not finished" in note]
     return said
 

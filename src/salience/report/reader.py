@@ -20,6 +20,7 @@ from salience.events import (
     Findings,
     GradientsProbed,
     LeverDecided,
+    NoiseMeasured,
     RunStarted,
     SampleBroken,
     SamplesScored,
@@ -92,7 +93,7 @@ def story_of(
     story = Story(
         name=name,
         started=log.events[0].time,
-        run=runs[-1] if runs else RunStarted(),
+        run=replace(runs[-1], knowledge=runs[0].knowledge) if runs else RunStarted(),
         settings=dict(settings or {}),
         preset=preset,
         classes=None if classes is None else tuple(classes),
@@ -105,7 +106,12 @@ def story_of(
         forecast=next((one for data in reversed(every(Summarised)) if (one := _forecast(data))), None),
         shorter=None,
         treated=next(iter(reversed(every(TreatCounted))), None),
-        asides=(*dict.fromkeys(one.text for one in every(SignalsChosen)), *_scored(every(SamplesScored))),
+        asides=(
+            *dict.fromkeys(one.text for one in every(SignalsChosen)),
+            *_scored(every(SamplesScored)),
+            *_knowledge(runs),
+            *_noise(every(NoiseMeasured)),
+        ),
         steered=tuple(every(Steered)),
         probes=tuple(every(GradientsProbed)),
         bottlenecks=tuple(every(BottleneckFound)),
@@ -116,6 +122,20 @@ def story_of(
         notes=(*_oddities(log, runs, windows, len(parts) - 1, again), *notes, *_left_out(log)),
     )
     return replace(story, shorter=_shorter(story))
+
+
+def _noise(measured: Sequence[NoiseMeasured]) -> list[str]:
+    """The gradient noise scale over the run, in a sentence."""
+    known = [one for one in measured if one.scale is not None]
+    if not known:
+        return ["The gradient noise hid the gradient: its scale is not known."] if measured else []
+    picked = known if len(known) <= 5 else [known[i * (len(known) - 1) // 4] for i in range(5)]
+    course = ", ".join(f"{one.scale:,.0f} (window {one.window})" for one in picked)
+    caveat = next((one.caveat for one in reversed(known) if one.caveat), "")
+    return [
+        f"The gradient noise scale was {course} samples, with steps of {known[-1].big:,.0f}: far larger steps would save "
+        f"fewer steps than they cost samples{f'; {caveat}' if caveat else ''}."
+    ]
 
 
 def _parts(events: Sequence[Event]) -> tuple[list[list[Event]], int]:
@@ -195,6 +215,14 @@ def _shorter(story: Story) -> Shorter | None:
 
 def _scored(found: Sequence[SamplesScored]) -> list[str]:
     return [f"{sum(one.samples for one in found):,} samples were scored in the background."] if found else []
+
+
+def _knowledge(runs: Sequence[RunStarted]) -> list[str]:
+    known = runs[0].knowledge if runs else ""  # a resumed process goes on with what the first one had
+    if not known:
+        return []
+    begin = "from nothing" if known == "nothing" else f"from what other jobs had learnt ({known}), without a warm-up"
+    return [f"The run shared its ledger with other jobs and started {begin}."]
 
 
 def _oddities(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
 
 from salience.decide.levers import AvailableLevers, Settings
 from salience.errors import SalienceError
@@ -18,6 +21,7 @@ from salience.ranks import Ranks
 from salience.run.feeding import Feeding
 from salience.run.part import Part, Setup, Voice
 from salience.run.planning import Planning
+from salience.run.resizing import Resizing
 from salience.run.staging import Staging
 from salience.run.watching import Watching
 from salience.watch.model import Lever, ceiling, levers
@@ -25,6 +29,12 @@ from salience.watch.probe import current_session
 
 if TYPE_CHECKING:
     from salience.decide.auto import Auto
+
+
+DEFAULT_PREFETCH = 2
+"""Batches that each worker of a DataLoader makes ahead by default."""
+STRETCH_SECONDS, STRETCH_STEPS = 120.0, 64
+"""Inside a window it is decided after so many seconds and steps, if as many steps are left."""
 
 
 class Workers(Protocol):
@@ -43,7 +53,12 @@ class Workers(Protocol):
         """True if worker processes are started anew for every window."""
         ...
 
-    def restart(self, workers: int) -> None:
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Options of the DataLoader inside, as given."""
+        ...
+
+    def restart(self, workers: int, *, prefetch: int | None = None, pin: bool | None = None) -> None:
         """Make batches with that many workers from the next window on."""
 
 
@@ -63,16 +78,19 @@ class Deciding(Part):
         planning: Planning,
         staging: Staging | None,
         watching: Watching,
+        resizing: Resizing | None = None,
     ) -> None:
         self._setup, self._voice, self.auto = setup, voice, auto
         self._workers, self._feeding, self._planning = workers, feeding, planning
-        self._staging, self._watching = staging, watching
+        self._staging, self._watching, self._resizing = staging, watching, resizing
         self._given_workers = workers.num_workers
         cached = 0 if feeding.feed is None else max(1, feeding.feed.budget)
         self.settings = Settings(workers=workers.num_workers, cache=cached)
         """Settings of the window in progress that `auto` may change."""
         self._refused: dict[str, str] = {}
         """Lever -> the reason why it cannot be tried."""
+        self._at = 0.0, 0
+        """When the stretch in progress began, and the number of steps before it."""
         self._announced = False
         """True once the settings of the run were written to the event log."""
 
@@ -108,17 +126,46 @@ class Deciding(Part):
         self._announced = True
         self._voice.events.emit(SettingsChanged(window=window, **asdict(controller.settings)))
 
+    def due(self, delivered: int, left: int) -> bool:
+        """True if the open window is long enough to decide inside it: about how batches are made, which changes no plan."""
+        auto, steps = self.auto, self._watching.steps.count - self._at[1]
+        if time.monotonic() - self._at[0] < STRETCH_SECONDS or steps < STRETCH_STEPS or left < STRETCH_STEPS:
+            return False
+        if self._watching.probe is not None and not self._watching.probe.inputs:
+            return False  # it has not measured yet
+        alone = self._setup.ranks is None and self._feeding.feed is None and self._staging is None
+        return alone and not auto.replays and not auto.controller.waits and current_session() is None
+
+    def inside(self, shard: Shard, done: frozenset[int]) -> bool:
+        """Decide inside a window; True if its remaining batches must be made anew, since settings have changed."""
+        controller, before = self.auto.controller, self.settings
+        window = shard.plan.window // self._setup.pieces
+        self.auto.close(self._watching.steps)
+        portion = (self._watching.steps.count - self._at[1]) / max(1, len(shard))
+        everything = self._available()
+        only = replace(everything, cache=0, reusable=(), keep=(), pixels=())
+        for decision in self.auto.edge(window, self._watching.steps, only, portion=portion):
+            self._voice.events.emit(decision)
+        if controller.settings != before:
+            self._apply(controller.settings)
+            self._voice.events.emit(SettingsChanged(window=window, **asdict(controller.settings)))
+        self.open(shard, done)
+        return controller.settings != before
+
     def _apply(self, settings: Settings) -> None:
         """Change what differs; only between two windows."""
         before, self.settings = self.settings, settings
         if settings.cache != before.cache:
             self._feeding.set_cache(settings.cache or None, self.feed_workers)
-        if (settings.workers, settings.cache) != (before.workers, before.cache):
-            self._workers.restart(settings.workers)
+        made = [(one.workers, one.cache, one.prefetch, one.pin) for one in (settings, before)]
+        if made[0] != made[1]:
+            self._workers.restart(settings.workers, prefetch=settings.prefetch, pin=settings.pin)
         if settings.select != before.select:
             self._planning.switch(settings.select)
         if self._staging is not None and self._staging.optional is not None:
             self._staging.reuses = settings.treat
+        if self._resizing is not None and self._resizing.optional:
+            self._resizing.on = settings.resolution
 
     def _available(self) -> AvailableLevers:
         """The levers that can be switched on: those the user left open and has given what they need."""
@@ -139,9 +186,13 @@ class Deciding(Part):
             names = self._staging.stage_names("load" if source is None else "fetch")
             reusable = () if split is None else names[: split.stages + 1]
         cores = cores_of(self._setup.ranks) if moves else 0
+        resizing = self._resizing
+        images = resizing is not None and resizing.optional and resizing.found_images
         return AvailableLevers(
             cores=cores, cache=cache, share=share, reusable=reusable, keep=self._planning.offered_shares,
-            refused=self._refused,
+            prefetch=0 if self._workers.options.get("prefetch_factor") or not moves else DEFAULT_PREFETCH,
+            pin="pin_memory" not in self._workers.options and torch.cuda.is_available(),
+            pixels=resizing.costs if resizing is not None and images else (), refused=self._refused,
         )  # fmt: skip
 
     def _levers(self, costs: StepCosts) -> list[Lever]:
@@ -156,6 +207,7 @@ class Deciding(Part):
         return max(self._given_workers, cores_of(self._setup.ranks))
 
     def open(self, shard: Shard, done: frozenset[int]) -> None:
+        self._at = time.monotonic(), self._watching.steps.count
         if current_session() is not None:
             return  # a profile has a probe of its own
         if self._watching.steps.trying:

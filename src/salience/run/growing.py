@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from salience.errors import DataError
+from salience.plan import Trace
 from salience.run.lengths import Lengths
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def _check(run: Run, n: int) -> None:
         "embeddings= has one vector per sample": run.copying.given,
         "quality= has one number per sample": planning.pipeline is not None and planning.pipeline.quality is not None,
         "the subset is fixed": planning.fixed is not None,
-        "its plans are those of a trace": planning.replays,
+        "its plans are those of a trace": isinstance(planning.config, Trace),
     }
     for why, so in fixed.items():
         if so:

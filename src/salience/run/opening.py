@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from salience.config import SelectConfig
 from salience.errors import ConfigError
+from salience.feed.options import READING_OPTIONS, ReadingOptions
+from salience.feed.sharing.shared import SharedFeed
+from salience.feed.source import Source
 from salience.run.lengths import Lengths, check_fit, lengths_of
 from salience.run.naming import KeysGiven, keyed_by
 from salience.run.part import parse_count
 from salience.run.parts import Parts
 from salience.run.streaming import BATCHES_OBSERVED, DEFAULT_WINDOW, Streaming
+from salience.treat.stages import Stage
 
 READING = (
     "num_workers",
@@ -30,6 +36,8 @@ READING = (
 def is_stream(dataset: Any) -> bool:
     """True for an IterableDataset, and for anything else that can be iterated over and not indexed."""
     kind = type(dataset)
+    if isinstance(dataset, DataLoader):  # which is refused: its own workers and batches are in the way
+        return False
     return isinstance(dataset, IterableDataset) or (hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"))
 
 
@@ -69,7 +77,7 @@ def open_stream(
     known = parts.recording.ledger.keys
     assert known is not None
     return Streaming(
-        parts.setup, parts.voice, stream, keyed_by(keys), known, window=size, epochs=epochs,
+        parts.setup, parts.voice, stream, keyed_by(keys), known, planning, window=size, epochs=epochs,
         options={name: options.pop(name) for name in READING if name in options},
     )  # fmt: skip
 
@@ -95,3 +103,34 @@ def lengths_for(
     found = lengths_of(dataset, lengths)
     check_fit(found, batch_tokens)
     return found
+
+
+def with_reading(dataset: Any, options: dict[str, Any]) -> tuple[Any, ReadingOptions]:
+    """The data set, and how it is read. Options of a Source that were given to the Loader are passed on to it."""
+    given = {name: options.pop(name) for name in READING_OPTIONS if name in options}
+    if isinstance(dataset, SharedFeed):
+        elsewhere = sorted({*given} - {"decode", "max_broken"})
+        if elsewhere:
+            raise ConfigError(f"{elsewhere[0]}= is an option of the feed that jobs share; give it to the SharedFeed.")
+        dataset = dataset.source
+    if isinstance(dataset, Source):
+        dataset = dataset.using(**given) if given else dataset
+        return dataset, dataset.reading
+    name = type(dataset).__name__
+    if given.get("decode") is not None:
+        raise ConfigError(f"decode= is for a salience.Source; a {name} decodes by itself.")
+    if any(given.get(tier) is not None for tier in ("cache", "disk", "redis")):
+        raise ConfigError(f"cache=, disk= and redis= are for a salience.Source, not for a {name}.")
+    broken = {"max_broken": given["max_broken"]} if "max_broken" in given else {}
+    return dataset, ReadingOptions(**broken).checked(np.empty(0, dtype=np.int64))
+
+
+def shared_stages(reading: ReadingOptions, stages: tuple[Stage, ...]) -> tuple[ReadingOptions, tuple[Stage, ...]]:
+    """What jobs of a feed share (decode, and the stages before the first random one), and each job's own stages."""
+    own = next((k for k, stage in enumerate(stages) if stage.random is not False), len(stages))
+    calls = tuple(stage.call for stage in stages[:own])
+    if calls:
+        from salience.feed.sharing.signature import InTurn
+
+        reading = replace(reading, decode=InTurn((reading.decode, *calls) if reading.decode is not None else calls))
+    return reading, stages[own:]

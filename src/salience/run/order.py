@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,8 @@ class Drawn:
     """True if a seed for workers was drawn first."""
     shuffler: torch.Generator | None = None
     """What RandomSampler draws from once more at the epoch's end; None if it does not, or has done so."""
+    moved: list[tuple[torch.Generator, Tensor, Tensor]] = field(default_factory=list[Any])
+    """Where each generator stood before the order was drawn, and after it."""
 
     def finish(self) -> None:
         """Draw once more, as a DataLoader does when the loop runs into the end of the epoch."""
@@ -63,6 +65,10 @@ class PlainOrder:
         self.drawn = Drawn(ids=np.empty(0, dtype=np.int64), state=self.generator.get_state(), worker_seed=True)
         """The order of the epoch in progress."""
         self._put_back: Drawn | None = None
+        self._put_off = False
+        """True while the generators stand where they did before the order was drawn."""
+        self._begun = False
+        """True once a first batch of the order was asked for."""
         self._finished = True
         """False from the moment an order is drawn until a loop has run into its end."""
         self.delivered = False
@@ -76,8 +82,26 @@ class PlainOrder:
             self._stops = not self._finished
         drawn, self._put_back = self._put_back, None
         self.drawn = drawn or self._draw(worker_seed)
-        self._finished = self.delivered = False
+        self._finished = self.delivered = self._put_off = self._begun = False
         return self.drawn.ids
+
+    def put_off(self) -> None:
+        """A DataLoader without workers draws at iter() only a seed for workers, and the order at the first batch."""
+        for generator, before, _ in self.drawn.moved:
+            generator.set_state(before)
+        self._put_off = True
+
+    def begin(self) -> bool:
+        """An iterator asks for its first batch. True if the order must be drawn anew: something else drew in the meantime, or
+        another iterator began with it and got no batch."""
+        (put_off, begun), self._put_off, self._begun = (self._put_off, self._begun), False, True
+        if not put_off:
+            return begun
+        if not all(torch.equal(generator.get_state(), before) for generator, before, _ in self.drawn.moved):
+            return True
+        for generator, _, after in self.drawn.moved:
+            generator.set_state(after)
+        return False
 
     def _draw(self, worker_seed: bool) -> Drawn:
         state = self.generator.get_state()
@@ -85,25 +109,21 @@ class PlainOrder:
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         if not self.shuffle:
             return Drawn(ids=np.arange(self.n), state=state, worker_seed=worker_seed)
+        generators = [self.generator] if self._second is None else [self.generator, self._second]
+        before = [generator.get_state() for generator in generators]
         shuffler = self._own
         if shuffler is None:  # RandomSampler makes one for each epoch
             shuffler = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
         order_state = None if self._second is None else self._second.get_state()
         ids = torch.randperm(self.n, generator=shuffler).numpy()
-        return Drawn(ids=ids, state=state, order_state=order_state, worker_seed=worker_seed, shuffler=shuffler)
+        return Drawn(
+            ids=ids, state=state, order_state=order_state, worker_seed=worker_seed, shuffler=shuffler,
+            moved=[(g, b, g.get_state()) for g, b in zip(generators, before, strict=True)],
+        )  # fmt: skip
 
-    def unused(self, back: Drawn | None = None, *, workers: bool) -> None:
-        """No batch of the last order was taken: the next order is `back`, if one was drawn before, or a new one.
-
-        By then a DataLoader would have drawn the seed, and with workers the order too.
-        """
+    def again(self, back: Drawn | None) -> None:
+        """The next order is `back`, which was drawn before; a new one if that is None."""
         self._put_back = back
-        if back is None and not workers:
-            self.generator.set_state(self.drawn.state)
-            if self._second is not None and self.drawn.order_state is not None:
-                self._second.set_state(self.drawn.order_state)
-            if self.drawn.worker_seed:
-                torch.empty((), dtype=torch.int64).random_(generator=self.generator)
 
     def beside(self, *, workers: bool) -> Drawn:
         """What an iterator draws at iter() beside one in the middle of its epoch: a seed, and with workers the order too."""
@@ -154,7 +174,10 @@ class PlainOrder:
                 "order": before.clone() if in_window and before is not None else order_now,
                 "order_now": order_now,
             }
-        return {**state, "drew_worker_seed": self.drawn.worker_seed, "stops": self._stops}
+        return {
+            **state, "drew_worker_seed": self.drawn.worker_seed, "stops": self._stops, "put_off": self._put_off,
+            "ended": self._finished,
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any], *, in_window: bool) -> npt.NDArray[np.int64]:
         """Bring the generator to where it stood; inside an epoch, that is after its draws. Returns the epoch's order."""
@@ -165,6 +188,10 @@ class PlainOrder:
         if not in_window:
             return np.empty(0, dtype=np.int64)
         order = self.draw(worker_seed=bool(state["drew_worker_seed"]))
+        if state.get("ended", False):
+            self.drawn.shuffler, self._finished = None, True
+        if state.get("put_off", False):  # what is resumed is planned already
+            return order
         self.generator.set_state(state["now"])  # peeks may have drawn since
         if self._second is not None and "order_now" in state:
             self._second.set_state(state["order_now"])

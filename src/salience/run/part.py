@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -97,9 +98,9 @@ class Setup:
         """Set the number of epochs that the `steps` of a run are expected to take."""
         self._set(epochs=epochs, windows=epochs * self.pieces)
 
-    def steps_in(self, visits: int) -> int:
+    def steps_in(self, visits: int, batch: int | None = None) -> int:
         """Batches on each rank that so many visits make; a tail with fewer samples than ranks joins the batch before it."""
-        whole, tail = divmod(visits, self.global_batch)
+        whole, tail = divmod(visits, batch or self.global_batch)
         return whole + (not self.drop_last and tail >= self.world)
 
     def keep_batches_of(self, batch: int) -> None:
@@ -118,6 +119,15 @@ class Setup:
             short_tail=self.n % batch > 0 and not self.drop_last,
             windows=None if self.epochs is None else self.epochs * pieces,
         )  # fmt: skip
+
+    @property
+    def plan_world(self) -> int:
+        """Ranks that a step of the plan is divided among; where batches are measured in tokens, they are cut afterwards."""
+        return self.world if self.mean_batch is None else 1
+
+    def in_steps(self, visits: int, steps: int) -> int:
+        """`steps`, or where batches are measured in tokens, about how many these visits make."""
+        return steps if self.mean_batch is None else max(1, math.ceil(visits / (self.mean_batch * self.world)))
 
     def grow(self, n: int) -> None:
         """The data set has `n` samples now."""
@@ -195,6 +205,11 @@ class BatchSource(Protocol):
     @property
     def keeps_workers(self) -> bool:
         """True if worker processes, and with them their seeds, are kept from window to window."""
+        ...
+
+    @property
+    def ahead(self) -> int:
+        """Batches that may be ready before they are asked for."""
         ...
 
     def start(self, shard: Shard, done: frozenset[int]) -> Iterator[Batch]:

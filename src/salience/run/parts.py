@@ -10,10 +10,13 @@ import numpy.typing as npt
 
 from salience._version import __version__
 from salience.config import SelectConfig
+from salience.errors import ConfigError
 from salience.events import EventLog
+from salience.large.growth import Growth
 from salience.ledger import Ledger
 from salience.ledger.copies import Copies
 from salience.ledger.keys import Keys
+from salience.ledger.sharing import Board
 from salience.plan import Trace
 from salience.ranks import current_ranks
 from salience.report.sinks import Sink
@@ -29,6 +32,7 @@ from salience.run.probing import Probing
 from salience.run.recording import Recording
 from salience.run.selection import Select
 from salience.run.sensing import Sensing
+from salience.run.sharing import Sharing
 from salience.run.watching import TimingWaits, Watching, open_sinks
 from salience.select.presets import PRESETS
 from salience.select.reference import Opinion, reference_of
@@ -52,7 +56,7 @@ class Parts:
         generator: Generators,
         shuffle: bool = True,
         even: bool = False,
-        ledger: Ledger | str | Path | None,
+        ledger: Ledger | Board | str | Path | None,
         reference: Opinion | Sequence[Opinion] | None,
         baseline: Paths | None,
         embeddings: npt.ArrayLike | None,
@@ -68,6 +72,7 @@ class Parts:
         stream: bool = False,
         quality: Quality | None = None,
         copies: Copies | None = None,
+        grow: Growth | None = None,
         alike: Mapping[str, Any] | None = None,
     ) -> None:
         """`alike` are more settings that must be the same on all ranks."""
@@ -82,16 +87,34 @@ class Parts:
         open_sinks(self.setup, self.voice, sinks)
         self.watching = Watching()
         self.waits = TimingWaits(self.setup, self.watching.steps)
+        board = ledger if isinstance(ledger, Board) else None
+        if board is not None and self.setup.ranks is not None:
+            raise ConfigError(
+                "A shared ledger is for jobs of one process each, and this one has several ranks, which share theirs already: "
+                "leave out ledger=, or give it the ledger of another run."
+            )
+        if board is not None and stream:
+            raise ConfigError(
+                "A shared ledger knows samples by their positions, and a stream has none: leave out ledger=."
+            )
+        known = None if board is None else board.begin()
+        start = ledger if known is None else known.ledger
         self.planning = Planning(
-            self.setup, select, self.voice, baseline=baseline, even=even, quality=quality,
-            order=PlainOrder(n, generator, seed=seed, shuffle=shuffle),
+            self.setup, select, self.voice, baseline=baseline, even=even, quality=quality, grow=grow,
+            knows=known is not None and start is not None, order=PlainOrder(n, generator, seed=seed, shuffle=shuffle),
         )  # fmt: skip
-        self._check_alike(balance=balance, costs=costs is not None, batch_tokens=batch_tokens, **(alike or {}))
+        self._check_alike(
+            balance=balance, costs=costs is not None, batch_tokens=batch_tokens, grow=grow and grow.described, **(alike or {}),
+        )  # fmt: skip
         self.by_length = None
         if lengths is not None and batch_tokens is not None:
             check_options(self.planning, even=even, drop_last=drop_last, divides=balance or costs is not None)
             self.by_length = ByLength(self.setup, self.voice, lengths, batch_tokens)
-        self.recording = Recording(self.setup, self.voice, ledger, keys)
+        self.recording = Recording(self.setup, self.voice, start, keys)
+        self.sharing: Sharing | None = None
+        """This job's end of a ledger that several jobs share."""
+        if board is not None and known is not None:
+            self.sharing = Sharing(self.voice, board, known, self.recording.ledger)
         self.copying = Copying(self.setup, self.voice, None if stream else self.planning.pipeline, embeddings, copies)
         given = None if reference is None else reference_of(reference, n)
         if given is not None and self.planning.config == PRESETS["fine_pruning"]:

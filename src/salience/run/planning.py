@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 
 from salience.config import SelectConfig
 from salience.errors import ConfigError
+from salience.large.growth import Growth
 from salience.ledger import COLUMNS, Ledger, merge
 from salience.ledger.copies import Copies
 from salience.plan import Plan, Shard, Trace
@@ -23,6 +24,7 @@ from salience.run.selection import (
     Fixed,
     Select,
     at_mean_share,
+    check_growth,
     check_length,
     described,
     of_steps,
@@ -65,13 +67,19 @@ class Planning(Part):
         order: PlainOrder | None = None,
         even: bool = False,
         quality: Quality | None = None,
+        knows: bool = False,
+        grow: Growth | None = None,
     ) -> None:
+        """`knows`: the ledger starts with what other jobs learnt about these samples, so that there is no warm-up."""
+        self.grow = grow
         self.config, self._even = graded(resolve(select), quality), even
         if even and isinstance(self.config, SelectConfig):
             self.config = at_mean_share(self.config, setup.epochs or 1)
         elif even and self.config is not None:
             raise ConfigError("even=True cannot change the plans of a trace; leave one of them out.")
         check_length(setup, self.config, even=even)
+        if grow is not None:
+            check_growth(setup, self.config, even=even)
         self._setup, self._voice, self._has_baseline = setup, voice, baseline is not None
         self.picks = self.config.pick if isinstance(self.config, SelectConfig) else 1.0
         """Share of a batch that `loss` itself picks."""
@@ -93,16 +101,12 @@ class Planning(Part):
         if isinstance(self.config, SelectConfig):
             self.pipeline = self._pipeline(self.config)
             self.pipeline.quality = quality
+            self.pipeline.set_warmup(not knows or even)
             pace_over_steps(setup, lambda window: self.expected(window).steps)
             self.fixed = Fixed(self.config, setup, even=even) if self.config.mode == "static" else None
             self._steering = self._make_steering(baseline)
         elif isinstance(self.config, Trace):
             self.config.check(setup.n, setup.windows)
-
-    @property
-    def replays(self) -> bool:
-        """True if plans come from a trace."""
-        return isinstance(self.config, Trace)
 
     # --- one window ---
 
@@ -137,9 +141,11 @@ class Planning(Part):
             ids = self._shuffled[piece * size : (piece + 1) * size]
             ones = np.ones(len(ids), dtype=np.float32)
             plan = Plan(
-                window=window, population=setup.n, batch_size=setup.global_batch, drop_last=setup.drop_last,
+                window=window, population=setup.n, batch_size=self._batch(window), drop_last=setup.drop_last,
                 ids=ids, weights=ones, importance=ones.copy(), level=np.zeros(len(ids), dtype=np.uint8),
             )  # fmt: skip
+        if self.grow is not None:
+            plan = replace(plan, lr_scale=plan.lr_scale * self._growth_of_rate(window))
         self._left_out = sum(note.dropped for note in plan.notes if note.name == "noise") / setup.n
         return plan
 
@@ -150,7 +156,7 @@ class Planning(Part):
         opinions = () if self.fixed is None else self.fixed.opinions
         plan = pipeline.plan(
             merge(opinions) if opinions else ledger, window=epoch, windows=setup.epochs or 1, piece=piece, pieces=setup.pieces,
-            batch_size=setup.global_batch, world=self._world, seed=setup.seed, drop_last=setup.drop_last,
+            batch_size=self._batch(window), world=setup.plan_world, seed=setup.seed, drop_last=setup.drop_last,
             steered=self._share, opinions=opinions, **known,
         )  # fmt: skip
         self._check_known(ledger, plan)
@@ -252,23 +258,24 @@ class Planning(Part):
         window = window % setup.pieces if self._even else window
         size = self._size(window)
         if self.pipeline is None:
-            return Expected(size, self._in_steps(size, setup.steps_in(size)))
-        batching = self.pipeline.batching(setup.global_batch, self._world, setup.drop_last)
+            steps = setup.in_steps(size, setup.steps_in(size, self._batch(window)))
+            return Expected(size, steps, self._growth_of_rate(window))
+        batching = self.pipeline.batching(self._batch(window), setup.plan_world, setup.drop_last)
         granted, last = self._granted(window), window + 1 == setup.windows
-        shrunk = batching.batch(granted, size) / setup.global_batch if batching.constant else 1.0
+        shrunk = batching.batch(granted, size) / self._batch(window) if batching.constant else 1.0
         visits = batching.visits(granted, size, last=last)
-        steps = self._in_steps(visits, batching.steps(granted, size, last=last))
-        return Expected(visits, steps, shrunk**self.pipeline.config.lr_power)
+        steps = setup.in_steps(visits, batching.steps(granted, size, last=last))
+        return Expected(visits, steps, shrunk**self.pipeline.config.lr_power * self._growth_of_rate(window))
 
-    @property
-    def _world(self) -> int:
-        """Ranks that a step of the plan is divided among; where steps are cut by length, they are cut afterwards."""
-        return self._setup.world if self._setup.mean_batch is None else 1
+    def _batch(self, window: int) -> int:
+        """Samples per step over all ranks in a window."""
+        base, windows = self._setup.global_batch, self._setup.windows
+        grow = self.grow if windows else None
+        return base if grow is None else grow.batch(base, window, windows or 1, self._size(window))
 
-    def _in_steps(self, visits: int, steps: int) -> int:
-        """`steps`, or where batches are measured in tokens, about how many these visits make."""
-        mean = self._setup.mean_batch
-        return steps if mean is None else max(1, math.ceil(visits / (mean * self._setup.world)))
+    def _growth_of_rate(self, window: int) -> float:
+        """Factor on the learning rate that goes with batches that have grown."""
+        return 1.0 if self.grow is None else self.grow.lr_scale(self._setup.global_batch, self._batch(window))
 
     def _size(self, window: int) -> int:
         """Samples among which a window chooses."""
@@ -416,6 +423,7 @@ class Planning(Part):
             "steering": None if self._steering is None else self._steering.state_dict(),
             "switched_off": sorted(known.off) if known else [],
             "left_out": self._left_out,
+            "warmup": known is None or known.warmup,
             "subset": None if self.fixed is None else self.fixed.state_dict(),
         }
 
@@ -425,6 +433,7 @@ class Planning(Part):
         self._shuffled = self.order.load_state_dict(state["shuffle"], in_window=inside)
         if (known := self._known_pipeline) is not None:
             known.off = set(state["switched_off"])
+            known.set_warmup(bool(state.get("warmup", True)))
         if self._steering is not None:
             self._steering.load_state_dict(state["steering"])
         self._left_out = float(state["left_out"])

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from salience.errors import ConfigError, LossError, PluginError, StateError
+from salience.errors import ConfigError, LossError, PluginError
 from salience.ledger import Ledger
 from salience.plan import Shard
-from salience.ranks import Ranks, started_late
+from salience.ranks import started_late
 from salience.run import telling
+from salience.run.agreeing import check_equal
 from salience.run.course import Course
 from salience.run.deciding import Deciding
 from salience.run.feeding import Feeding
@@ -24,6 +23,7 @@ from salience.run.losses import Targets, check_counts, check_losses
 from salience.run.order import Drawn
 from salience.run.part import Batch, BatchSource, Part
 from salience.run.parts import Parts
+from salience.run.resizing import Resizing
 from salience.run.selection import first_batches
 from salience.run.staging import Staging
 from salience.run.streaming import Streaming
@@ -53,6 +53,7 @@ class Run:
         staging: Staging | None = None,
         deciding: Deciding | None = None,
         streaming: Streaming | None = None,
+        resizing: Resizing | None = None,
         options: dict[str, Any] | None = None,
     ) -> None:
         """`options` are those of the DataLoader inside, for the rehearsal of stages."""
@@ -60,10 +61,15 @@ class Run:
         self.recording, self.planning, self.copying = parts.recording, parts.planning, parts.copying
         self.sensing, self.watching, self.probing = parts.sensing, parts.watching, parts.probing
         self.balancing, self.feeding, self.staging, self.deciding = parts.balancing, feeding, staging, deciding
-        self.by_length, self.streaming = parts.by_length, streaming
+        self.by_length, self.streaming, self.sharing, self.resizing = (
+            parts.by_length,
+            streaming,
+            parts.sharing,
+            resizing,
+        )
         named = (
-            deciding, feeding, staging, self.sensing, self.recording, self.copying, self.probing, self.planning,
-            self.watching, parts.waits, self.balancing, self.by_length, self.streaming,
+            deciding, feeding, staging, resizing, self.sensing, self.recording, self.copying, self.probing, self.planning,
+            self.watching, parts.waits, self.balancing, self.by_length, self.streaming, self.sharing,
         )  # fmt: skip
         self.all_parts: tuple[Part, ...] = tuple(part for part in named if part is not None)
         self.course = Course(self.setup.steps)
@@ -124,29 +130,45 @@ class Run:
                 self.planning.order.take(drawn, workers=source.has_workers)
             shard = self._plan(worker_seed)
             left = course.steps_left and course.steps_left - len(shard)
-            course.begin(shard, self._visits_after(len(shard.plan), left))
+            later = self.planning if self.streaming is None else self.streaming
+            course.begin(shard, later.visits_after(course.window, len(shard.plan), left))
             telling.warn_of_plan(self, shard.plan)
             self.events.emit(telling.window_planned(self, shard.plan))
         elif self.redraws and (drawn is None or source.has_workers):
-            self.planning.order.unused(drawn, workers=source.has_workers)
+            self.planning.order.again(drawn)
             course.replace(self._plan(worker_seed if drawn is None else drawn.worker_seed))
-        shard, done = course.shard, frozenset(course.delivered)
+        return self._start()
+
+    def begin(self) -> Iterator[Batch] | None:
+        """The first batch of the window is asked for. Its batches, if they are others than those that `open` returned."""
+        if not (self.redraws and self.course.pending and self.planning.order.begin()):
+            return None
+        self.course.replace(self._plan(worker_seed=False))
+        return self._start()
+
+    def _start(self) -> Iterator[Batch]:
+        """Every part opens the window, and its batches begin to be made."""
+        shard, done = self.course.shard, frozenset(self.course.delivered)
         assert shard is not None
         if self.feeding is not None and self.staging is not None:
             self.feeding.unread = self.staging.treating.unread(shard.plan)
         for open_window in self._of_parts["open"]:
             open_window(shard, done)
-        return source.start(shard, done)
+        return self.source.start(shard, done)
+
+    def go_on(self) -> Iterator[Batch] | None:
+        """Inside a long window: let `auto` decide; the remaining batches made anew if it changed something, else None."""
+        course, deciding = self.course, self.deciding
+        if deciding is None or course.shard is None or not deciding.due(len(course.delivered), course.left):
+            return None
+        done = frozenset(course.delivered)
+        return self.source.start(course.shard, done) if deciding.inside(course.shard, done) else None
 
     @property
     def plain(self) -> bool:
         """True if orders are those of a plain DataLoader, drawn when it would; a rank of several could do so alone."""
-        return (
-            self.planning.config is None
-            and self.staging is None
-            and self.setup.ranks is None
-            and self.streaming is None
-        )
+        alone = self.setup.ranks is None and not self.setup.stream
+        return self.planning.config is None and self.staging is None and alone
 
     @property
     def ends_epoch(self) -> bool:
@@ -171,19 +193,6 @@ class Run:
         """The loop asks for the next batch."""
         for take_back in self._of_parts["take_back"]:
             take_back(batch)
-
-    def peek(self, before: Drawn | None) -> Iterator[Any]:
-        """Batches that do not count, in an order of their own: the one drawn `before`, at iter(), if there is one."""
-        setup = self.setup
-        if self.streaming is not None:
-            raise StateError("A stream is read by one iterator at a time; let go of the other one first (del it).")
-        drawn = self.planning.peek(before, workers=self.source.has_workers)
-        order = drawn.ids[setup.rank :: setup.world]
-        if setup.drop_last:
-            order = order[: len(order) // setup.rank_batch * setup.rank_batch]
-        if len(order):
-            yield from self.source.peek(order, setup.rank_batch, drawn.state)
-        drawn.finish()  # a plain shuffle draws once more at its end
 
     def close(self) -> None:
         """Close the open window: delivered to its end, or broken off."""
@@ -217,17 +226,17 @@ class Run:
 
     def _plan(self, worker_seed: bool) -> Shard:
         """Plan the window that comes next; this rank's part of the plan."""
-        if self.streaming is not None:
-            self.streaming.fill()
         with self.voice.watch("plan"):
             if self.streaming is not None:
-                plan = self.streaming.plan(self.planning, self.recording.ledger, self.course.window)
+                plan = self.streaming.plan(self.recording.ledger, self.course.window)
             else:
                 plan = self.planning.plan(
                     self.recording.ledger, self.course.window, reference=self.sensing.reference, copies=self.copying.found,
                     stock=None if self.feeding is None else self.feeding.stock(), worker_seed=worker_seed,
                     learnt_loss=self.probing.learnt_loss, jury=self.sensing.jury_ledgers,
                 )  # fmt: skip
+            if self.resizing is not None:
+                plan = self.resizing.plan(plan)
             left = self.course.steps_left
             if left is not None and 0 < left < len(plan.shard(self.setup.rank, self.setup.world)):
                 plan = first_batches(plan, left)
@@ -242,27 +251,10 @@ class Run:
         setup, divider = self.setup, self.by_length or self.balancing
         shard = plan.shard(setup.rank, setup.world) if divider is None else divider.divide(plan)
         if setup.ranks is not None:
-            self.check_equal(shard, setup.ranks)
+            check_equal(shard, setup.ranks)
         if self.trace is not None and setup.rank == 0:
             self.trace.write(shard.plan)
         return shard
-
-    def _visits_after(self, visits: int, steps: int | None) -> int | None:
-        if self.streaming is not None:
-            return self.streaming.visits_after(self.planning)
-        return self.planning.visits_after(self.course.window, visits, steps)
-
-    def check_equal(self, shard: Shard, ranks: Ranks) -> None:
-        """Every rank has made the plan for itself: stop all ranks if the plans, or how they are divided, differ."""
-        plan, digest = shard.plan, 0
-        for part in (plan.ids, plan.weights, shard.cuts):
-            digest = zlib.crc32(np.ascontiguousarray(part).tobytes(), digest)
-        found = [ours for (ours,) in ranks.gather_objects([digest])]
-        if len(set(found)) > 1:
-            raise StateError(
-                f"The ranks made different plans for window {plan.window} (checksums {found}); give every rank the same data "
-                "set, seed, select, salience version and, to resume from, state."
-            )
 
     def flush(self) -> None:
         """Enter what was recorded into the ledger; collective where there are several ranks."""

@@ -99,6 +99,23 @@ def pace_over_steps(setup: Setup, expected: Callable[[int], int]) -> None:
     setup.count_epochs(many)
 
 
+def check_growth(setup: Setup, config: SelectConfig | Trace | None, *, even: bool) -> None:
+    """Raise ConfigError where batches cannot grow."""
+    fixed = isinstance(config, Trace) or (config is not None and config.mode == "static")
+    if setup.epochs is None or setup.steps is not None:
+        raise ConfigError(
+            "grow= needs epochs=: the windows in which batches grow are shares of a run counted in epochs."
+        )
+    if setup.mean_batch is not None:
+        raise ConfigError(
+            "grow= counts samples per batch, and batch_tokens= makes batches of as many as fit; leave one of them out."
+        )
+    if even or fixed:
+        raise ConfigError(
+            "grow= cannot change plans of a trace, a static selection or even=True; leave one of them out."
+        )
+
+
 def first_batches(plan: Plan, batches: int) -> Plan:
     """The plan up to that many batches: the last window of a run that is counted in steps."""
     end = batches * plan.batch_size

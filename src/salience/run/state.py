@@ -14,6 +14,7 @@ from salience.errors import StateError
 from salience.ledger import COLUMNS
 from salience.ledger.keys import Keys
 from salience.plan import Shard
+from salience.run.agreeing import check_equal
 from salience.select.reference import checksum
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def resume(run: Run, state: Mapping[str, Any]) -> None:
         delivered = state["course"]["delivered"] if state["delivered"] is None else state["delivered"][rank]
         shard = saved.of(rank) if saved.world == world else saved.among(rank, world, set(delivered))
         if run.setup.ranks is not None:
-            run.check_equal(shard, run.setup.ranks)
+            check_equal(shard, run.setup.ranks)
         run.course.resume(shard, delivered)
     if run.streaming is not None:
         run.streaming.resume(open_window=run.course.open)
@@ -152,7 +153,7 @@ def _identity(run: Run) -> dict[str, Any]:
     setup = run.setup
     return {
         "population": None if setup.stream else setup.n, "seed": setup.seed,
-        "window": setup.window if setup.pieces > 1 else None,
+        "window": setup.window if setup.pieces > 1 else None, "grow": run.planning.grow and run.planning.grow.described,
         "select": run.planning.described, "reference": checksum(run.sensing.given),
         "embeddings": None if run.copying.search is None else run.copying.search.given,
         "batch_tokens": None if run.by_length is None else run.by_length.most,

@@ -45,6 +45,7 @@ class Streaming(Part):
         stream: Any,
         named: Callable[[Any], Hashable],
         keys: Keys,
+        planning: Planning,
         *,
         window: int,
         epochs: int | None,
@@ -52,7 +53,7 @@ class Streaming(Part):
     ) -> None:
         """`options` are those of the DataLoader that reads the stream, if worker processes do."""
         self._setup, self._voice, self.stream, self._named, self.keys = setup, voice, stream, named, keys
-        self.epochs, self._options = epochs, dict(options)
+        self.epochs, self._options, self._planning = epochs, dict(options), planning
         self.size = max(1, window // setup.global_batch) * setup.global_batch
         """Samples that a window buffers: whole batches."""
         self.buffer = Buffer()
@@ -78,16 +79,16 @@ class Streaming(Part):
 
     # --- reading a window ---
 
-    def fill(self) -> int:
-        """Read the samples of the next window; returns how many there are. A pass that is over begins anew."""
+    def prepare(self, window: int, ledger: Ledger) -> None:
+        """Read the samples of the next window. A pass that is over begins anew."""
         if self._samples is None or not self.goes_on:
             self._begin_pass()
         before = {"read": self._read, "state": self._place, "excluded": self._excluded, "lengths": list(self._lengths)}
-        count = self._fill()
+        with self._voice.watch("stream"):
+            self._fill()
         self._before = before
-        return count
 
-    def _fill(self) -> int:
+    def _fill(self) -> None:
         counts: dict[str, int] = {"repeated": 0, "empty": 0}
         samples: dict[Hashable, Any] = {}
         while len(samples) < self.size and (found := self._next_valid(counts)) is not None:
@@ -110,7 +111,6 @@ class Streaming(Part):
         rows = self.keys.add(samples)
         self.buffer.hold(rows, list(samples.values()))
         self._note(counts, new=len(self.keys) - known)
-        return len(rows)
 
     def _next_valid(self, counts: dict[str, int]) -> tuple[Any] | None:
         """The next sample that is one; None at the end of the pass."""
@@ -196,12 +196,12 @@ class Streaming(Part):
 
     # --- planning over the buffer ---
 
-    def plan(self, planning: Planning, ledger: Ledger, window: int) -> Plan:
+    def plan(self, ledger: Ledger, window: int) -> Plan:
         """The plan of a window: the selection's, over the buffered samples alone. Samples never seen are all visited."""
         ledger.extend(max(ledger.n, len(self.keys)))
         self._setup.grow(ledger.n)
-        rows, setup = self.buffer.rows, self._setup
-        if planning.pipeline is None:
+        rows, setup, pipeline = self.buffer.rows, self._setup, self._planning.pipeline
+        if pipeline is None:
             ids, ones = rows, np.ones(len(rows), dtype=np.float32)
             return Plan(
                 window=window, population=ledger.n, batch_size=setup.global_batch, drop_last=setup.drop_last, ids=ids,
@@ -210,9 +210,9 @@ class Streaming(Part):
         part = ledger.taken(rows)
         epoch, epochs = self.passes, NEVER_ENDS if self.epochs is None else max(self.epochs, self.passes + 1)
         new = float((part.seen == 0).mean())
-        keep = new + (1 - new) * planning.pipeline.keep(Clock(window=epoch, windows=epochs))
+        keep = new + (1 - new) * pipeline.keep(Clock(window=epoch, windows=epochs))
         batch = setup.global_batch if self.goes_on else 1  # only a pass's last window may end with a short batch
-        plan = planning.pipeline.plan(
+        plan = pipeline.plan(
             part, window=window, windows=max(window + 2, epochs * self._windows_per_pass), batch_size=batch, share=keep,
             seed=setup.seed, drop_last=setup.drop_last, force=part.seen == 0,
         )  # fmt: skip
@@ -225,12 +225,12 @@ class Streaming(Part):
         length = self._lengths[-1] if self._lengths else self._read
         return max(1, -(-length // self.size))
 
-    def visits_after(self, planning: Planning) -> int | None:
+    def visits_after(self, window: int, visits: int, steps: int | None = None) -> int | None:
         """Visits to expect after this window; None while nobody knows how long a pass is."""
         length = self._lengths[-1] if self._lengths else self._known_length()
         if self.epochs is None or length is None:
             return None
-        pipeline = planning.pipeline
+        pipeline = self._planning.pipeline
         shares = [
             1.0 if pipeline is None else pipeline.keep(Clock(window=epoch, windows=self.epochs))
             for epoch in range(self.passes, self.epochs)

@@ -29,6 +29,7 @@ def run_started(run: Run) -> RunStarted:
         epochs=setup.epochs, steps=setup.steps, pieces=setup.pieces, seed=setup.seed, world=setup.world,
         drop_last=setup.drop_last,
         select=config.to_dict() if isinstance(config, SelectConfig) else run.planning.described,
+        knowledge="" if run.sharing is None else run.sharing.known.digest,
     )  # fmt: skip
 
 
@@ -38,7 +39,7 @@ def window_planned(run: Run, plan: Plan) -> WindowPlanned:
         window=plan.window, picked=len(plan), population=plan.population, progress=run.course.progress,
         seconds=run.voice.watch.seconds.get("plan", 0.0), visited=run.course.visits,
         filters=tuple(FilterNote(name=n.name, dropped=n.dropped, forced=n.forced, reason=n.reason) for n in plan.notes),
-        by_importance=picked_by_importance(plan),
+        by_importance=picked_by_importance(plan), resolution=plan.resolution,
     )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ def token_means(losses: Any, mask: Any, counts: Any = None) -> tuple[Tensor, Ten
     which it has no part in the gradient.
     """
     _check(losses, mask, counts)
+    _check_signs(mask)
     weights = mask.to(losses.device).flatten(1)
     within = torch.where(weights != 0, losses.reshape(weights.shape).float(), 0)  # 0 * NaN would be NaN
     sums = (within if weights.dtype is torch.bool else within * weights).sum(1)
@@ -31,9 +32,40 @@ def token_means(losses: Any, mask: Any, counts: Any = None) -> tuple[Tensor, Ten
     return torch.where(counts > 0, means, torch.nan), counts
 
 
-def one_per_token(targets: Any, mask: Tensor) -> bool:
+def packed_means(losses: Any, segments: Any, mask: Any, counts: Any, *, count: int) -> tuple[Tensor, Tensor]:
+    """The same for `count` samples that lie in rows one behind another, [R, T]; both results are [count].
+
+    `segments` [R, T] has the position of each token's sample in the batch, and -1 where there is none; `mask` may leave out
+    more.
+    """
+    _check(losses, segments if mask is None else mask, counts)
+    _check_segments(segments, losses, count)
+    if mask is not None:
+        _check_signs(mask)
+    segments = segments.to(losses.device).flatten()
+    weights = segments >= 0 if mask is None else mask.to(losses.device).flatten() * (segments >= 0)
+    within = torch.where(weights != 0, losses.flatten().float() * weights, 0)
+    place, nothing = segments.clamp(min=0).to(torch.int64), torch.zeros(count, device=losses.device)
+    sums, counts = nothing.index_add(0, place, within), nothing.index_add(0, place, weights.float())
+    means = sums / torch.where(counts > 0, counts, 1)
+    return torch.where(counts > 0, means, torch.nan), counts
+
+
+def _check_segments(segments: Any, losses: Tensor, count: int) -> None:
+    """Raise LossError unless segments name samples of the batch."""
+    if not isinstance(segments, Tensor) or segments.is_floating_point() or segments.numel() != losses.numel():
+        given = f"{segments.dtype} {tuple(segments.shape)}" if isinstance(segments, Tensor) else type(segments).__name__
+        raise LossError(f"segments are {given}; pass integers of the shape of the losses, {tuple(losses.shape)}.")
+    if segments.device.type == "cpu" and segments.numel() and int(segments.max()) >= count:
+        raise LossError(
+            f"segments name sample {int(segments.max())} of a batch of {count}; they are positions from 0 to {count - 1} in "
+            "the batch as the collate function was given it, and -1 for padding."
+        )
+
+
+def one_per_token(targets: Any, mask: Tensor | None) -> bool:
     """True for targets [B, T], which name no class per sample."""
-    return isinstance(targets, Tensor) and targets.dim() > 1 and targets.shape == mask.shape
+    return mask is not None and isinstance(targets, Tensor) and targets.dim() > 1 and targets.shape == mask.shape
 
 
 def _check(losses: Any, mask: Any, counts: Any) -> None:
@@ -53,5 +85,9 @@ def _check(losses: Any, mask: Any, counts: Any) -> None:
             f"losses have shape {tuple(losses.shape)}, mask {tuple(mask.shape)}; they must be equal. Where the targets are "
             "the tokens after the first, the mask is mask[:, 1:]."
         )
+
+
+def _check_signs(mask: Tensor) -> None:
+    """Raise LossError for weights of tokens below 0, where looking costs no synchronisation."""
     if mask.dtype is not torch.bool and mask.device.type == "cpu" and mask.numel() and not bool((mask >= 0).all()):
         raise LossError(f"mask has entries such as {float(mask.min())}; they must be weights of at least 0.")

@@ -61,6 +61,8 @@ class WorkerSource:
         self.options = {**options, "worker_init_fn": WorkerInit(dataset, options.get("worker_init_fn"))}
         if moving is not None and moving.device.type == "cuda":
             self.options.setdefault("pin_memory", True)
+        self._deeper: dict[str, Any] = {}
+        self._pinned: dict[str, Any] = {}
         self._data = EnvelopeDataset(staging.treating.staged if staging else dataset)
         self.collate, self._collate = collate, self._whole_collate(collate)
         self._orders, self._generator = Orders(), torch.Generator()
@@ -105,9 +107,12 @@ class WorkerSource:
         """True if worker processes are started anew for every window."""
         return not self.inner.persistent_workers
 
-    def restart(self, workers: int) -> None:
-        """Make batches with that many workers from the next window on."""
-        self.inner = self._make({**self.options, "num_workers": workers})
+    def restart(self, workers: int, *, prefetch: int | None = None, pin: bool | None = None) -> None:
+        """Make batches with that many workers from the next window on; `prefetch` and `pin` replace what was left open."""
+        self._deeper = self._deeper if prefetch is None else {"prefetch_factor": prefetch} if prefetch else {}
+        self._pinned = self._pinned if pin is None else {"pin_memory": True} if pin else {}
+        deeper = self._deeper if workers else {}
+        self.inner = self._make({**self.options, "num_workers": workers, **deeper, **self._pinned})
 
     def change(self, name: str, value: Any) -> None:
         """Set an option of the DataLoader inside, or its collate function, from the next iter() on."""
@@ -144,7 +149,13 @@ class WorkerSource:
 
         self._orders.set(order, len(wanted))
         self._planning.seed_workers(self._generator, shard.plan.window)
-        return Arrivals(self, iter(self.inner), shard.plan.window, self._feeding, self._watching)
+        try:
+            batches = iter(self.inner)
+        except RuntimeError as trouble:
+            if worker_died(trouble):  # between two windows: none of its batches is lost
+                self.restart(self.num_workers)
+            raise
+        return Arrivals(self, batches, shard.plan.window, self._feeding, self._watching)
 
     def peek(self, order: npt.NDArray[np.int64], size: int, seeds: torch.Tensor) -> Iterator[Any]:
         """Batches of `size` of these ids beside the run: by workers of their own, without the cache, and recorded nowhere."""
@@ -154,14 +165,18 @@ class WorkerSource:
         options = {**self.options, "num_workers": self.num_workers, "persistent_workers": False}
         generator = torch.Generator()
         generator.set_state(seeds)
-        for envelope in DataLoader(
+        made: DataLoader[Any] = DataLoader(
             self._data, batch_sampler=orders, collate_fn=self._collate, generator=generator, **options,  # pyright: ignore[reportArgumentType]
-        ):  # fmt: skip
-            batch = self.batch(envelope, window=-1)
-            if self.moving is not None:
-                self.moving.begin(batch)
-                self.moving.finish(batch)
-            yield self.contents(batch)
+        )  # fmt: skip
+        return map(self._peeked, iter(made))
+
+    def _peeked(self, envelope: BatchEnvelope) -> Any:
+        """What the loop receives of a batch that does not count."""
+        batch = self.batch(envelope, window=-1)
+        if self.moving is not None:
+            self.moving.begin(batch)
+            self.moving.finish(batch)
+        return self.contents(batch)
 
     def batch(self, envelope: BatchEnvelope, window: int) -> Batch:
         """The contents of an envelope as a Batch."""
@@ -195,6 +210,11 @@ class WorkerSource:
         assert self._staging is not None
         names = self._staging.stage_names("load" if self._feeding.source is None else "fetch")
         return {**dict(zip(names, seconds, strict=False)), "collate": collating}
+
+
+def worker_died(trouble: RuntimeError) -> bool:
+    """True if that is how torch says that a worker process has died; it has no class for it."""
+    return str(trouble).startswith("DataLoader worker (pid")
 
 
 class Arrivals(Iterator[Batch]):
@@ -288,7 +308,7 @@ class Arrivals(Iterator[Batch]):
         try:
             envelope = None if self._batches is None else next(self._batches, None)
         except RuntimeError as trouble:
-            if str(trouble).startswith("DataLoader worker (pid"):  # torch has no class for it
+            if worker_died(trouble):
                 self._lost = True
                 self._source.restart(self._source.num_workers)
             raise

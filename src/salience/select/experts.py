@@ -3,7 +3,7 @@
     experts    what one network's history says about each label: confident-learning odds, AUM, loss, ..., as logits of ranks
     families   networks that judge the same labels: the model, a jury's net that trained on the sample, one that held it out
     gate       within a family, non-negative weights with which its experts predict the other families, shrunk towards
-               the single best expert; between families, weight in proportion to new evidence
+               the single best expert; between families, weight in proportion to new evidence and to how seldom each errs
     mixture    the weighted sum
 
 The evidence is made in the run: a net that never trained on a sample cannot have learnt its wrong label by heart. A single
@@ -26,7 +26,7 @@ from salience.seeds import TIES, generator
 from salience.select import scores
 from salience.select.codes import class_codes
 from salience.select.contradictions import calibrated, evidence, odds_of_wrong, sharpness
-from salience.select.noise import judge, noise
+from salience.select.noise import contradictions, judge, noise
 from salience.select.ranks import ranks_of_known
 from salience.select.view import Floats, Verdict, View
 
@@ -42,7 +42,11 @@ MAX_STEPS = 1000
 TYPICAL_RATE = 0.2
 """Mean of the soft opinions that a gate predicts: certain only at the end of the list."""
 MODEL_SHARE = 1.0
-"""Weight of the first family; the others share as much, less what they have in common beyond the first."""
+"""Weight of the first family. The others share as much, less what they have in common beyond it and what they err more."""
+TRAINED, HELD_OUT = "jury", "jury, held out"
+"""Names of the families of a jury."""
+MIN_ERROR = 0.02
+"""Error rates are taken to be at least this."""
 Doubles = npt.NDArray[np.float64]
 
 
@@ -124,16 +128,35 @@ def mixture_of(families: Mapping[str, Any], *, experts: Sequence[str] = (ANCHOR,
         weights[name] = dict(zip(experts, gate.tolist(), strict=True))
         voice = columns @ gate
         voices.append(voice / max(float(voice.std()), 1e-12))
-    shares = news([voice[some] for voice in voices])
+    shares = news([voice[some] for voice in voices], errors_of(families))
     total = sum((share * voice for share, voice in zip(shares, voices, strict=True)), np.zeros(n))
     return Mixture(logit=total, weights=weights, shares=dict(zip(said, shares, strict=True)))
 
 
-def news(voices: Sequence[Doubles]) -> list[float]:
+def errors_of(families: Mapping[str, Any]) -> list[float]:
+    """How often each network would err on samples that it was not trained on and whose label is right; at least MIN_ERROR.
+
+    (D - S) / (1 - S), where D is the share of the labels that its averaged predictions contradict, and S, the same where the
+    first network is surest, the share of the labels that are wrong. A network that has learnt its labels by heart contradicts
+    none: with a jury, what its two voices differ by is added to the model's, and both have that of the voice held out.
+    """
+    found = {name: contradictions(of) for name, of in families.items()}
+    rate = next(iter(found.values())).rate
+    errors = {name: max(0.0, one.differs - rate) / max(1 - rate, MIN_ERROR) for name, one in found.items()}
+    if TRAINED in errors and HELD_OUT in errors:
+        by_heart = max(0.0, errors[HELD_OUT] - errors[TRAINED])
+        errors = {name: e + by_heart for name, e in errors.items()} | dict.fromkeys(
+            (TRAINED, HELD_OUT), errors[HELD_OUT]
+        )
+    return [max(MIN_ERROR, e) for e in errors.values()]
+
+
+def news(voices: Sequence[Doubles], errors: Sequence[float]) -> list[float]:
     """Weights of standardised opinions; that of the first is MODEL_SHARE.
 
     The others share MODEL_SHARE times 1 - c, where c is their correlation beyond what the first explains (the mean partial
-    correlation, 0 to 1): what they have in common and the first lacks is a weakness of theirs rather than new evidence.
+    correlation, 0 to 1): what they have in common and the first lacks is a weakness of theirs rather than new evidence. Each
+    weighs less by the square of how much more often it errs than the first, as measurements by their variance.
     """
     count = len(voices) - 1
     if not count:
@@ -145,7 +168,7 @@ def news(voices: Sequence[Doubles]) -> list[float]:
         for j in range(i + 1, count + 1)
     ]
     alike = float(np.clip(np.nan_to_num(np.mean(partial)), 0, 1)) if partial else 0.0
-    return [MODEL_SHARE, *[MODEL_SHARE * (1 - alike) / count] * count]
+    return [MODEL_SHARE, *(MODEL_SHARE * (1 - alike) / count * min(1.0, errors[0] / e) ** 2 for e in errors[1:])]
 
 
 def logit_ranks(score: npt.NDArray[Any]) -> Doubles:
@@ -179,7 +202,7 @@ def families_of(view: View) -> dict[str, Any]:
     if view.jury is not None:
         trained, held_out = view.jury
         if (held_out.vote_p[:, 0] > 0).any() and (trained.vote_p[:, 0] > 0).any():
-            found |= {"jury": trained, "jury, held out": held_out}
+            found |= {TRAINED: trained, HELD_OUT: held_out}
     return found
 
 

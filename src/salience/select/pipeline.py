@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from salience.config import SelectConfig
+from salience.config import SelectConfig, Use
 from salience.errors import ConfigError, PluginError
 from salience.ledger import COLUMNS, Ledger
 from salience.ledger.copies import Copies
@@ -58,12 +59,19 @@ class Pipeline:
         self.scores = [plugin_of("scores", u) for u in config.scores]
         self.sampler = plugin_of("samplers", config.sampler)
         self.curve = plugin_of("curves", config.keep)
+        self.warmup = True
+        """False if the curve's windows that visit everything at the start are left out."""
         self.off: set[str] = set()
         """Plug-ins that failed, by "kind/name"; they are not called again."""
         self._said_biased = False
         self._strict = strict
         self._warn: Warn = warn or (lambda text: None)
         self.keep(Clock(window=0, windows=1))  # a wrong share is said now, not in mid-run
+
+    def set_warmup(self, warmup: bool) -> None:
+        """Leave out the windows that visit everything at the start, for a run that knows its samples, or have them again."""
+        keep = self.config.keep
+        self.curve, self.warmup = plugin_of("curves", keep if warmup else _without_warmup(keep)), warmup
 
     @property
     def plugins(self) -> tuple[Plugin, ...]:
@@ -353,3 +361,10 @@ def _within(sifted: Sifted, among: range, n: int) -> Sifted:
     allowed = here if sifted.allowed is None else sifted.allowed & here
     forced = None if sifted.forced is None else sifted.forced & here
     return replace(sifted, allowed=allowed if allowed.any() else here, forced=forced)
+
+
+def _without_warmup(keep: Use) -> Use:
+    """The curve without windows that visit everything at the start, for a run that knows its samples; or as it is."""
+    if "warmup" not in inspect.signature(find("curves", keep.name)).parameters:
+        return keep
+    return replace(keep, options={**keep.options, "warmup": 0})

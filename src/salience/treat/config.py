@@ -8,8 +8,9 @@ from typing import Literal, get_args
 
 from salience.errors import ConfigError, did_you_mean
 from salience.feed.sizes import parse_bytes
+from salience.treat.resolution import curve_of
 
-Kind = Literal["fresh", "reuse", "echo", "auto"]
+Kind = Literal["fresh", "reuse", "echo", "auto", "resolution"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,7 @@ class Treat:
 
     kind: Kind = "fresh"
     """"fresh": every stage runs at every visit. "reuse": an intermediate serves several visits. "echo": several views of
-    each sample that is read. "auto": chosen by the measured times."""
+    each sample that is read. "auto": chosen by the measured times. "resolution": smaller images in a part of the run."""
     memory: int | str = "2GiB"
     """Bytes of intermediates kept, on each node."""
     split: int | None = None
@@ -33,6 +34,12 @@ class Treat:
     """Pass the sample's importance, from 0 to 1, to stages with a keyword `strength`."""
     adapt: bool = False
     """Stages with a curve become stronger if training accuracy leaves validation behind, and weaker if it does not."""
+    sizes: str | Callable[[float], float] = "rise"
+    """"resolution": share of the full side over the run; "rise", "valley", "ramp", or a function of progress."""
+    low: float = 0.5
+    """"resolution": the smallest share of the side."""
+    until: float = 0.55
+    """"resolution": the progress from which on images have their full size."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -46,6 +53,10 @@ class Treat:
             raise ConfigError(
                 f'treat: views is {self.views}; it must be "auto", from 1 to {MOST_VIEWS}, or a function of progress.'
             )
+        for name in ("low", "until"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(f"treat: {name} is {getattr(self, name)}; it must be above 0 and at most 1.")
+        curve_of(self.sizes, self.low, self.until)
         if self.bytes < 0:
             raise ConfigError(f"treat: memory is {self.memory}; it must be at least 0.")
 

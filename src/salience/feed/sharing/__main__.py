@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -60,6 +61,7 @@ def _serve(config: FeedConfig, path: str) -> None:
     running = asyncio.run_coroutine_threadsafe(service.run(path, begun), reader.loop)
     signal.signal(signal.SIGTERM, lambda number, frame: service.stop())
     running.result()
+    shutil.rmtree(finding.ledgers_of(config.name, service.identity), ignore_errors=True)
 
 
 def _say(text: str) -> None:

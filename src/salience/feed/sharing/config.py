@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 
 from salience.errors import ConfigError
+from salience.feed.sharing.demand import PACE_RATIO
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +30,8 @@ class FeedConfig:
     """Seconds that it keeps running without a job; None = until it is stopped."""
     patience: float = 5.0
     """Seconds per window for which a job is held up for slower ones with the same plan."""
+    pace_ratio: float = PACE_RATIO
+    """Times as long per batch as the fastest of a group from which on a job is not waited for."""
 
     def dumps(self) -> str:
         return json.dumps(asdict(self))

@@ -3,8 +3,8 @@
     wanted in (sample, form) = min over jobs of that form of (turn of the sample - batches taken) * seconds per batch
 
 The sooner a sample is wanted, the more it is worth keeping (Belady's rule over the union of the plans); the value of a sample
-that no plan wants is its importance. Jobs with the same plan form a group: they should use a sample while it is in memory, so
-the fastest waits for the slowest, up to a limit.
+that no plan wants is its importance. Jobs with the same plan and about the same pace form a group: they should use a sample
+while it is in memory, so the fastest waits for the slowest, up to a limit. It does not wait for much slower ones.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 NEVER = np.iinfo(np.int32).max
 """Turn of a sample that the plan does not want, or not any more."""
+PACE_RATIO = 2.0
+"""Jobs of a group take at most this many times as long per batch as its fastest."""
+BATCHES_FOR_PACE = 8
+"""Number of batches after which the pace of a job counts."""
 UNWANTED = 1e9
 """Seconds that mean never."""
 
@@ -47,7 +51,11 @@ class JobPlan:
     demoted: bool = False
     """True if no job waits for this one any more in this window."""
     seconds: float = 0.0
-    """Recent seconds per batch; 0 = not known."""
+    """Recent seconds per batch, without those for which it was held up; 0 = not known."""
+    held: float = 0.0
+    """Seconds since the last batch for which it was held up for others."""
+    _paced: int = 0
+    """Number of batches that `seconds` is made of."""
     _last: float = 0.0
     _again: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     """Sample that is visited more than once -> its later turns, last first."""
@@ -59,6 +67,7 @@ class JobPlan:
         """Start a window of these batches."""
         self.batches, self.group, self.importance = list(batches), group, importance
         self.taken = self.staged = 0
+        self._last = self.held = 0.0
         self.owed, self._again, self.demoted = {}, {}, False
         self.turn[:] = NEVER
         if not batches:
@@ -76,10 +85,11 @@ class JobPlan:
     def take(self, number: int, now: float) -> None:
         """Note that batch `number` was taken."""
         if number >= self.taken:
-            if self._last and number > self.taken:
-                pace = (now - self._last) / (number + 1 - self.taken)
+            if self._last:
+                pace = max(0.0, now - self._last - self.held) / (number + 1 - self.taken)
                 self.seconds = pace if not self.seconds else 0.8 * self.seconds + 0.2 * pace
-            self._last = now
+                self._paced += 1
+            self._last, self.held = now, 0.0
             self.taken = number + 1
             self.staged = max(self.staged, self.taken)
         self.owed.pop(number, None)
@@ -94,6 +104,11 @@ class JobPlan:
         return bool(self.turn[i] != NEVER)
 
     @property
+    def pace(self) -> float:
+        """Seconds per batch, by which it is grouped; 0 as long as they rest on too few batches."""
+        return self.seconds if self._paced >= BATCHES_FOR_PACE else 0.0
+
+    @property
     def over(self) -> bool:
         return self.taken >= len(self.batches)
 
@@ -103,11 +118,24 @@ class JobPlan:
         return np.where(turn == NEVER, UNWANTED, np.maximum(0, turn - self.taken) * max(self.seconds, 1e-3))
 
 
+def pace_groups(paces: Sequence[float], ratio: float = PACE_RATIO) -> list[int]:
+    """The group of each job by its seconds per batch, the fastest first; -1 for a pace that is not known, which fits all.
+
+    From the fastest on, a job joins the group as long as it takes at most `ratio` times as long as the fastest of the group.
+    """
+    groups, group, first = [-1] * len(paces), -1, 0.0
+    for k in sorted((k for k, pace in enumerate(paces) if pace > 0), key=lambda k: paces[k]):
+        if group < 0 or paces[k] > ratio * first:
+            group, first = group + 1, paces[k]
+        groups[k] = group
+    return groups
+
+
 class Demand:
     """The plans of all running jobs."""
 
-    def __init__(self, n: int) -> None:
-        self.n = n
+    def __init__(self, n: int, pace_ratio: float = PACE_RATIO) -> None:
+        self.n, self._pace_ratio = n, pace_ratio
         self.jobs: dict[int, JobPlan] = {}
 
     def wanted_in(self, ids: Ids, form: int | None) -> Floats:
@@ -135,8 +163,13 @@ class Demand:
         return {job.form for job in self.jobs.values()}
 
     def group(self, job: JobPlan) -> list[JobPlan]:
-        """The jobs with the same plan that others wait for, including this one."""
-        return [one for one in self.jobs.values() if one.group == job.group and not one.demoted and not one.over]
+        """The jobs with the same plan and pace that others wait for, including this one."""
+        same = [one for one in self.jobs.values() if one.group == job.group and not one.demoted and not one.over]
+        if len(same) < 2 or not job.pace:
+            return same
+        groups = pace_groups([one.pace for one in same], self._pace_ratio)
+        mine = next((group for one, group in zip(same, groups, strict=True) if one is job), -1)
+        return [one for one, group in zip(same, groups, strict=True) if group in (mine, -1)]
 
     def lead(self, job: JobPlan) -> int:
         """Batches that a job is ahead of the slowest of its group."""

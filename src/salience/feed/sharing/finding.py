@@ -55,6 +55,11 @@ def socket_of(name: str) -> str:
     return path
 
 
+def ledgers_of(name: str, identity: str) -> Path:
+    """The folder of what the jobs of a feed have learnt about its samples."""
+    return Path(f"{socket_of(name).removesuffix('.sock')}.{identity[:8]}.ledgers")
+
+
 def names() -> list[str]:
     """Names of the feeds that are running, or that were killed."""
     return sorted(path.stem for path in folder().glob("*.sock"))

@@ -42,7 +42,7 @@ class Service:
 
     def __init__(self, config: FeedConfig, identity: str, reader: Reader, tiers: Sequence[Tier]) -> None:
         self.config, self.identity, self.index = config, identity, reader.index
-        self.demand = Demand(len(reader.index))
+        self.demand = Demand(len(reader.index), config.pace_ratio)
         self.memory = Memory(config.capacity)
         self._mean_bytes = float(reader.index.size.mean()) if len(reader.index) else 1.0
         self._data = memoryview(self.memory.buffer)
@@ -356,8 +356,8 @@ class Service:
             if slow is None or self.demand.lead(job.plan) < self._most_lead(job):
                 job.held_since = 0.0
                 continue
-            job.waited += now - job.held_since if job.held_since else 0.0
-            job.held_since = now
+            held_for = now - job.held_since if job.held_since else 0.0
+            job.waited, job.plan.held, job.held_since = job.waited + held_for, job.plan.held + held_for, now
             if job.waited < self.config.patience:
                 held.append(job.plan)
                 continue

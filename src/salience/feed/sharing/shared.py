@@ -17,6 +17,7 @@ from salience.feed.sharing.config import FeedConfig
 from salience.feed.sizes import memory_bytes, parse_bytes
 from salience.feed.source import Source
 from salience.feed.tiers import identity
+from salience.ledger.sharing import SharedLedger
 
 if TYPE_CHECKING:
     from salience.feed.sharing.job import JobFeed
@@ -111,6 +112,10 @@ class SharedFeed:
     def sizes(self) -> npt.NDArray[np.int64]:
         """Bytes of each sample, int64 [N]."""
         return self.source.sizes
+
+    def shared_ledger(self, comparison: str = "") -> SharedLedger:
+        """The ledger that jobs on this feed share with `ledger="share"`. It is deleted when the feed ends or is stopped."""
+        return SharedLedger(finding.ledgers_of(self.name, self._identity), comparison=comparison)
 
     def status(self) -> dict[str, Any] | None:
         """What the feed does and which jobs read from it; None if it is not running."""
