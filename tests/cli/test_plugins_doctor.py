@@ -71,7 +71,7 @@ def test_the_doctor_knows_every_optional_package_of_the_project():
         if name not in ("all", "bench", "dev", "docs")
     }
     named = ((one, name) for name, found in groups.items() for one in found if not one.startswith("salience["))
-    wanted = {(re.split(r"[<>=]", one)[0], name) for one, name in named}
+    wanted = {(re.split(r"[\[<>=]", one)[0], name) for one, name in named}
     assert {(extra.package, extra.extra) for extra in doctor.EXTRAS} == wanted
 
 

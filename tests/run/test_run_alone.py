@@ -198,9 +198,9 @@ def test_staging_says_how_each_sample_is_treated_and_goes_on_where_it_was():
 
 def test_deciding_follows_the_log_of_an_earlier_run(tmp_path):
     class Workers:
-        num_workers, ahead, restarts = 1, 2, True
+        num_workers, ahead, restarts, options = 1, 2, True, {}
 
-        def restart(self, workers: int) -> None:
+        def restart(self, workers: int, *, prefetch: int, pin: bool) -> None:
             self.num_workers = workers
 
     log, wanted = EventLog(tmp_path / "run.jsonl"), [1, 3, 2]

@@ -43,6 +43,7 @@ EXTRAS = (
     Extra("transformers", "transformers", "`salience.frameworks.transformers`"),
     Extra("accelerate", "accelerate", "loops of Accelerate, and `salience.frameworks.transformers`"),
     Extra("datasets", "datasets", "data sets of Hugging Face"),
+    Extra("ray", "ray", "`salience tune`, `salience.frameworks.ray`"),
     Extra("optuna", "tune", "`salience.tune_select`"),
     Extra("pytorch-optimizer", "large", "`salience.large.optimizer`: LARS, LAMB, NovoGrad"),
 )
