@@ -11,7 +11,7 @@ demo: $(VENV)/.demo
 	$(BIN)/salience demo
 
 test: lint redis chromium
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 3
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 torch.set_num_threads(1)
+os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # Ray Tune would keep Ctrl-C from the tests that come after it
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the processes that tests start share the same few cores
 
 

@@ -16,7 +16,20 @@ from salience.cli.text import sentence
 from salience.errors import BrokenSample, ConfigError
 from salience.report.console import columns
 
-NAMES = ("demo", "train", "feed", "profile", "report", "compare", "pack", "scores", "score", "plugins", "doctor")
+NAMES = (
+    "demo",
+    "train",
+    "feed",
+    "profile",
+    "report",
+    "compare",
+    "pack",
+    "scores",
+    "score",
+    "tune",
+    "plugins",
+    "doctor",
+)
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]):

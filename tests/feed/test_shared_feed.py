@@ -61,7 +61,9 @@ def test_a_late_joiner_finds_what_is_in_the_cache(served: Server, index: Index) 
     JobProcess(served.url, feed=feed, batch_size=16).begun().finish()
     before = served.bytes
     assert len(JobProcess(served.url, feed=feed, batch_size=16, seed=5).begun().finish()) == N // 16
-    assert served.bytes == before
+    assert (
+        served.bytes <= before + 1
+    )  # a source asks for one byte when it is opened, to see whether the server knows ranges
 
 
 def test_a_feed_without_room_still_delivers_everything(served: Server, shards: Path, index: Index) -> None:

@@ -51,7 +51,8 @@ class Visits:
         visited[plan.ids] = True
         self.no_doubles = int(np.count_nonzero(visited)) == len(plan)
         self.all_ones = bool((plan.weights == 1).all())
-        self.plain_mean = self.all_ones and plan.robust == 0 and self.shard.world == 1
+        plain = plan.robust == 0 and self.shard.fill is None
+        self.plain_mean = self.all_ones and plain and self.shard.world == 1
 
     def deliver(self, batch: Batch) -> None:
         """A batch reaches the loop."""
